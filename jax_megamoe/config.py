@@ -1,0 +1,69 @@
+"""The static choices of one call and the dimensions it works on.
+
+One dimension key serves the whole project, in annotations, comments and error messages:
+
+    T  tokens per rank          K  choices per token       E  experts, over all ranks
+    R  expert-parallel ranks    H  hidden size             I  intermediate size of one expert
+    P  pool rows of a rank      B  expert blocks of the summation tree
+"""
+
+import dataclasses
+
+PRECISIONS = ("bf16", "float32")
+ACTIVATIONS = ("swiglu",)
+BACKENDS = ("auto", "cuda", "reference")
+RANK_COUNTS = (1, 2, 4, 8)
+BLOCK_COUNTS = (8, 4, 2, 1)
+
+# Pool rows of an expert start at a multiple of this and are padded with zeros to the next one.
+TILE_ROWS = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MegaMoEConfig:
+    """The static choices of one call; hashable, so that it can key a compilation.
+
+    Attributes:
+      precision: "bf16" rounds operands and intermediates where the bf16 kernels do and accumulates
+        in float32; "float32" rounds nowhere and exists in the reference backend only.
+      activation: "swiglu", silu(x Wg) * (x Wu).
+      backend: "cuda" (the kernels), "reference" (pure JAX, any platform) or "auto".
+      trainable_experts: False does no weight-gradient work; the three weights get zero gradients.
+      return_counts: True also returns the number of rows of each local expert, int32 [E/R].
+      debug_checks: True raises at run time for an expert id that is neither -1 nor in [0, E).
+    """
+
+    precision: str = "bf16"
+    activation: str = "swiglu"
+    backend: str = "auto"
+    trainable_experts: bool = True
+    return_counts: bool = False
+    debug_checks: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dims:
+    """The sizes of one call as one rank sees it; the letters are the dimension key above."""
+
+    T: int
+    K: int
+    E: int
+    R: int
+    H: int
+    I: int  # noqa: E741 - the dimension key of the project
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.E // self.R
+
+    @property
+    def num_blocks(self) -> int:
+        """B: how many fixed contiguous expert blocks the summation tree has.
+
+        It depends on E alone, so that the tree is the same for every number of ranks.
+        """
+        return next(b for b in BLOCK_COUNTS if self.E % b == 0)
+
+    @property
+    def experts_per_block(self) -> int:
+        return self.E // self.num_blocks
