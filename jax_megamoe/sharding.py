@@ -105,9 +105,9 @@ class _Call:
         return jax.sharding.reshard(a, jax.NamedSharding(self.mesh, PartitionSpec(*parts)))
 
 
-# The derivative is taken inside the shard_map, not of it: the residuals are then the inputs and
-# nothing else, and a shard_map inside another that is manual over the data axes can be
-# differentiated at all (JAX 0.11 gives such residuals a sharding over axes that are manual already).
+# The derivative is taken inside the shard_map, not of it. So the residuals are the inputs and
+# nothing else, and a shard_map nested in one that is manual over the data axes can be
+# differentiated at all: JAX 0.11 would shard its residuals over axes that are manual already.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sharded(call: _Call, *arrays: Array) -> tuple[Array, Array]:
     tokens, experts = call.specs[0], call.specs[3]

@@ -105,7 +105,9 @@ def check_sharded_call(
     expert_axis: Any,
     data_axes: Any,
 ) -> tuple[str, ...]:
-    """Judges the arguments of the sharded entry, as far as `check_call` cannot; returns the data axes that are not manual yet.
+    """Judges the arguments of the sharded entry, before `check_call` sees them on each device.
+
+    Returns the data axes that are not manual yet.
 
     Raises:
       TypeError: a mesh, an axis name or a tuple of axis names that is none.
