@@ -86,8 +86,6 @@ def apply(
     if config.debug_checks:
         x, expert_idx = checked(x, expert_idx, num_experts=dims.E)
     ids = canonical_ids(expert_idx, num_experts=dims.E)
-    if dims.T == 0:
-        return jnp.asarray(x), jnp.zeros((dims.experts_per_rank,), jnp.int32)
     arrays = vary_alike(
         jnp.reshape(x, (dims.T, dims.H)),
         jnp.reshape(ids, (dims.T, dims.K)),
@@ -96,7 +94,12 @@ def apply(
         w_up,
         w_down,
     )
-    y, counts = _mega_moe(dims, config, axis_name, *arrays)
+    if dims.T == 0:
+        # Not x itself: XLA fails on an empty array that passes through a shard_map.
+        y, counts = jnp.zeros(x.shape, x.dtype), jnp.zeros((dims.experts_per_rank,), jnp.int32)
+        y, counts, *_ = vary_alike(y, counts, *arrays)
+    else:
+        y, counts = _mega_moe(dims, config, axis_name, *arrays)
     return jnp.reshape(y, x.shape), counts
 
 
