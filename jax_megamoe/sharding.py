@@ -6,24 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_megamoe._ids import canonical_ids, checked
 from jax_megamoe.config import MegaMoEConfig
-from jax_megamoe.ops import apply, vary_alike
+from jax_megamoe.ops import ArrayLike, apply, vary_alike
 from jax_megamoe.validation import check_sharded_call
 
 Array = jax.Array
 
 
 def sharded_mega_moe(
-    x: Array,
-    expert_idx: Array,
-    expert_weight: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
+    x: ArrayLike,
+    expert_idx: ArrayLike,
+    expert_weight: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
     *,
     expert_axis: str,
     data_axes: Sequence[str] = (),
@@ -63,10 +64,10 @@ def sharded_mega_moe(
     )
     if isinstance(expert_idx, np.ndarray):
         if config.debug_checks:
-            _, expert_idx = checked(x, expert_idx, num_experts=w_gate.shape[0])
+            expert_idx = checked(expert_idx, num_experts=w_gate.shape[0])
         expert_idx = canonical_ids(expert_idx, num_experts=w_gate.shape[0])
     call = _Call(mesh, expert_axis, free_data_axes, config)
-    arrays = vary_alike(x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    arrays = vary_alike(*map(jnp.asarray, (x, expert_idx, expert_weight, w_gate, w_up, w_down)))
     y, counts = _sharded(call, *map(call.reshard, arrays, call.specs))
     y = call.reshard(y, jax.typeof(x).sharding.spec)
     return (y, counts) if config.return_counts else y
