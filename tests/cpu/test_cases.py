@@ -79,7 +79,7 @@ def test_04_one_expert_per_rank_equals_two_of_which_one_is_idle() -> None:
     compare.assert_within(found_two, cases.dense(two), 1e-5)
 
 
-CASE_05_IDS = [[0, 3], [-1, 3], [8, 2], [-1, -1], [2147483647, 1], [-2147483648, 1]]
+CASE_05_IDS = np.int32([[0, 3], [-1, 3], [8, 2], [-1, -1], [2147483647, 1], [-2147483648, 1]])
 
 
 @pytest.mark.parametrize("num_ranks", [None, 2])
@@ -96,11 +96,11 @@ def test_05_ids_out_of_range_are_no_routes(num_ranks: int | None) -> None:
 @pytest.mark.parametrize("num_ranks", [None, 4])
 def test_07_idle_ranks(num_ranks: int | None) -> None:
     """vllm-project/vllm #43547: a rank without tokens must not skip its half of the exchange."""
-    half, experts = np.arange(32)[:, None] < 16, np.tile([0, 1], (32, 1))
+    half, experts = np.arange(32)[:, None] < 16, np.tile(np.int32([0, 1]), (32, 1))
     for ids in (
         np.where(half, -1, experts),  # the first ranks idle, the last use the first's experts
         np.where(half, experts + 6, -1),  # mirrored
-        np.full((32, 2), -1),
+        np.full((32, 2), -1, np.int32),
     ):
         assert_oracle(cases.oracle(ids, 0.5, num_experts=8), num_ranks)
 
@@ -180,7 +180,9 @@ def test_10_the_kernels_take_a_size_or_name_it(hidden: int, intermediate: int) -
 @pytest.mark.parametrize(("dtype", "precision"), [(BF16, "bf16"), (F32, "bf16"), (F32, "float32")])
 def test_15_sums_of_many_choices_are_float32(dtype: np.dtype, precision: str) -> None:
     """vllm-project/vllm #15045: a running sum in bf16 would give 1."""
-    batch = cases.oracle([range(8)], [[1, *[2**-8] * 6, 0]], num_experts=8, dtype=dtype)
+    batch = cases.oracle(
+        np.arange(8, dtype=np.int32)[None], [[1, *[2**-8] * 6, 0]], num_experts=8, dtype=dtype
+    )
     batch.w_down[:, 0, :] = 1 / 32
     found = layer.run(batch, precision=precision)
     compare.assert_exact(found.y, np.full((1, 32), 1.0234375))
