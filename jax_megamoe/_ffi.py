@@ -60,11 +60,11 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
       RuntimeError: without the extension.
       ValueError: for dimensions that a plan cannot hold.
     """
+    sizes = plan_sizes(dims, steps)
     module, reason = extension()
     if module is None:
         raise RuntimeError(reason)
     register()
-    sizes = plan_sizes(dims, steps)
     experts = dims.experts_per_rank
     shapes = (
         (dims.R, experts),
