@@ -21,13 +21,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_megamoe.config import RANK_COUNTS, TILE_ROWS, Dims
+from jax_megamoe.config import (
+    INT32_MAX,
+    MAX_CHOICES,
+    MAX_EXPERTS,
+    RANK_COUNTS,
+    TILE_ROWS,
+    Dims,
+)
 
-# Limits of the plan kernel; cuda/shared/plan.h holds the same values.
-MAX_CHOICES = 32
-MAX_EXPERTS = 512
+# Steps of one kernel; cuda/shared/plan.h holds the same value.
 MAX_STEPS = 4
-INT32_MAX = 2**31 - 1
 
 # Edges of one output tile, in columns of the step's output. A gate_up tile holds 128 gate columns
 # and the 128 up columns beside them.
@@ -77,7 +81,9 @@ class Plan[Array](NamedTuple):
     expert_start: [E/R + 1], first pool row of each local expert; the last entry ends the pool.
     slot_row: [R, T, K], pool row of a local route, else -1.
     row_slot: [P], slot of the route that owns the row, -1 for pads and unused rows.
-    items: [N, 4], (step, expert, m, n) in claim order, -1 from num_items on.
+    items: [N, 4], (step, expert, m, n) in claim order, -1 from num_items on. m is the tile of the
+      pool, row / TILE_ROWS, in a step over pool rows, and the step's own M-tile in one with fixed
+      tiles_m.
     token_order: [R*T], tokens src*T + t that have a local route, by the pool row of their last one:
       the order in which their sums can be finished; -1 from num_tokens on.
     totals: [2], (num_items, num_tokens).
@@ -261,10 +267,10 @@ def _list_items(
                 before[other][np.clip(e + step.lag - steps[other].lag + (other < s), 0, experts)]
                 for other in range(len(steps))
             )
-            tiles_m = step.tiles_m
+            first_m, tiles_m = 0, step.tiles_m
             if tiles_m is None:
-                tiles_m = tile_start[e + 1] - tile_start[e]
+                first_m, tiles_m = tile_start[e], tile_start[e + 1] - tile_start[e]
             n, m = np.divmod(np.arange(tiles_m * step.tiles_n), max(tiles_m, 1))
             block = items[base : base + m.size]
-            block[:, 0], block[:, 1], block[:, 2], block[:, 3] = s, e, m, n
+            block[:, 0], block[:, 1], block[:, 2], block[:, 3] = s, e, first_m + m, n
     return items, sum(int(b[-1]) for b in before)

@@ -1,5 +1,6 @@
 """Proves that a plan is right, whatever made it: the NumPy twin or the plan kernel."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,11 +84,12 @@ def _check_tokens(plan: Plan[np.ndarray], local: np.ndarray, dims: Dims) -> None
 
 
 def _check_items(plan: Plan[np.ndarray], dims: Dims, steps: Sequence[Step]) -> None:
+    tiles = [range(*ends) for ends in itertools.pairwise(plan.expert_start // TILE_ROWS)]
     expected = [
         (s, e, m, n)
         for s, step in enumerate(steps)
-        for e, tiles in enumerate(np.diff(plan.expert_start) // TILE_ROWS)
-        for m in range(tiles if step.tiles_m is None else step.tiles_m)
+        for e in range(dims.experts_per_rank)
+        for m in (tiles[e] if step.tiles_m is None else range(step.tiles_m))
         for n in range(step.tiles_n)
     ]
     num_items = plan.totals[0]

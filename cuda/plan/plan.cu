@@ -251,11 +251,11 @@ __device__ void ListItems(const PlanProblem& p, const Layout& layout, Item* item
     int n = column - expert * columns;
     int s = 0;
     for (; n >= p.steps[s].tiles_n; ++s) n -= p.steps[s].tiles_n;
-    const int tiles_m = p.steps[s].tiles_m == kTokenTiles
-                            ? layout.tile_start[expert + 1] - layout.tile_start[expert]
-                            : p.steps[s].tiles_m;
+    const bool token_tiles = p.steps[s].tiles_m == kTokenTiles;
+    const int first_m = token_tiles ? layout.tile_start[expert] : 0;
+    const int tiles_m = token_tiles ? layout.tile_start[expert + 1] - first_m : p.steps[s].tiles_m;
     Item* column_items = items + FirstItem(p, layout, s, expert) + n * tiles_m;
-    for (int m = threadIdx.x % 32; m < tiles_m; m += 32) column_items[m] = {s, expert, m, n};
+    for (int m = threadIdx.x % 32; m < tiles_m; m += 32) column_items[m] = {s, expert, first_m + m, n};
   }
 }
 

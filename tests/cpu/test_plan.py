@@ -88,7 +88,7 @@ def naive_plan(case: Case) -> Plan[np.ndarray]:
                 rows.append(slot)
         while len(rows) % TILE_ROWS:
             rows.append(-1)
-        tiles.append((len(rows) - starts[-1]) // TILE_ROWS)
+        tiles.append(range(starts[-1] // TILE_ROWS, len(rows) // TILE_ROWS))
     slot_row = np.full(dims.R * dims.T * dims.K, -1)
     last_row: dict[int, int] = {}
     for row, slot in enumerate(rows):
@@ -100,7 +100,7 @@ def naive_plan(case: Case) -> Plan[np.ndarray]:
         (s, e, m, n)
         for s, step in enumerate(case.steps)
         for e in range(len(experts))
-        for m in range(tiles[e] if step.tiles_m is None else step.tiles_m)
+        for m in (tiles[e] if step.tiles_m is None else range(step.tiles_m))
         for n in range(step.tiles_n)
     ]
     items.sort(key=lambda i: (i[1] + case.steps[i[0]].lag, i[0], i[3], i[2]))

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
-from jax_megamoe.config import RANK_COUNTS, Dims, MegaMoEConfig
-from jax_megamoe.plan import (
+from jax_megamoe.config import (
     MAX_CHOICES,
     MAX_EXPERTS,
+    RANK_COUNTS,
+    Dims,
+    MegaMoEConfig,
+)
+from jax_megamoe.plan import (
     Plan,
     Step,
     backward_steps,
