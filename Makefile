@@ -12,7 +12,7 @@ ON_HOPPER := $(filter-out 0,$(HOPPERS))
 GPUS ?= $(HOPPERS)
 
 ifeq ($(origin PYTHON),command line)
-PY := $(PYTHON)
+PY := $(abspath $(or $(shell command -v $(PYTHON)),$(error PYTHON=$(PYTHON) does not run)))
 MAKE_ENV := true
 else
 PY := $(CURDIR)/.venv/bin/python
@@ -77,7 +77,7 @@ compile: env ## every kernel for sm_90a: registers, shared memory; fails on spil
 build: env ## the extension, with CMake and nvcc, placed beside the package
 	cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(PY)
 	cmake --build build
-	cmake --install build --prefix $(CURDIR)
+	@ls jax_megamoe/*.so
 
 # What a GPU run needs, where it can be made; elsewhere the reference backend serves.
 .PHONY: extension

@@ -49,6 +49,6 @@ fi
 
 echo "Making .venv from $lock with $("$python" --version)"
 "$python" -m venv --clear .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-input \
   --require-hashes --only-binary :all: --requirement "$lock"
 printf '%s\n' "$wanted" >.venv/ready

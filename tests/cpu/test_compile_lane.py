@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-LANE_PATH = Path(__file__).resolve().parents[2] / "cuda" / "compile_lane.py"
-_SPEC = importlib.util.spec_from_file_location("compile_lane", LANE_PATH)
+ROOT = Path(__file__).resolve().parents[2]
+_SPEC = importlib.util.spec_from_file_location("compile_lane", ROOT / "cuda" / "compile_lane.py")
 assert _SPEC and _SPEC.loader
 lane = importlib.util.module_from_spec(_SPEC)
 sys.modules["compile_lane"] = lane  # dataclasses look their module up
@@ -120,6 +120,16 @@ def test_other_remarks_are_kept_and_pass(code: int) -> None:
     report = lane.parse(ARRIVE_INJECTED.replace("C7519", f"C{code}"))
     assert len(report.remarks) == 1
     assert lane.findings(report) == []
+
+
+def test_lane_compiles_as_the_build_does() -> None:
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    options = re.search(r"COMPILE_LANGUAGE:CUDA>:([^>]*)>", cmake)
+    standard = re.search(r"CMAKE_CUDA_STANDARD (\d+)", cmake)
+    assert options and standard
+    release = ["-O3", "-DNDEBUG"]
+    of_build = [f"-std=c++{standard[1]}", *release, *options[1].replace(";", " ").split()]
+    assert sorted(lane.BUILD_FLAGS) == sorted(of_build)
 
 
 def test_table_has_one_line_per_kernel() -> None:
