@@ -30,20 +30,26 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
     "ffi": _BASE | {"comm", "pipeline", "roles", "kernel", "plan", "host"},
 }
 
-# Modules of jax_megamoe by what they may import. The package itself re-exports and doctor reports:
-# nothing imports them.
-_LEAVES = {"config", "plan", "reference", "validation", "_ffi", "_guard"}
+# Modules of jax_megamoe by which others they may import. Nothing imports the package itself, which
+# re-exports, nor the doctor, which reports.
+_LEAVES = {"config", "validation", "_guard", "plan", "reference", "_ffi"}
 _CALL = _LEAVES | {"ops", "sharding"}
+_MODULES = _CALL | {"router", "nnx", "linen"}
 PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
-    **{leaf: {"config"} for leaf in _LEAVES - {"config"}},
-    "router": {"config"},
+    "validation": {"config"},
+    "_guard": {"config"},
+    "plan": {"config"},
+    "plan_check": {"config", "plan"},
+    "reference": {"config"},
+    "_ffi": {"config", "plan"},
+    "router": {"config", "validation"},
     "ops": _LEAVES,
     "sharding": _LEAVES | {"ops"},
     "nnx": _CALL | {"router"},
     "linen": _CALL | {"router"},
-    "doctor": _CALL | {"router", "nnx", "linen"},
-    "__init__": _CALL | {"router", "nnx", "linen"},
+    "doctor": _MODULES,
+    "__init__": _MODULES,
 }
 
 CPP_SUFFIXES = {".cu", ".cuh", ".h", ".cc", ".in"}
@@ -54,7 +60,7 @@ Sources = Mapping[str, str]
 
 
 def project_sources() -> dict[str, str]:
-    """The project's text files by path from the root; git is not needed, as in an unpacked sdist."""
+    """The project's text files by path from the root, found without git, as in an sdist."""
     paths = []
     for entry in sorted(ROOT.iterdir()):
         hidden = entry.name.startswith(".") and entry.name not in {".ci", ".clang-format"}
