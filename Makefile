@@ -16,7 +16,7 @@ PY := $(abspath $(or $(shell command -v $(PYTHON)),$(error PYTHON=$(PYTHON) does
 MAKE_ENV := true
 else
 PY := $(CURDIR)/.venv/bin/python
-MAKE_ENV := tools/make_env.sh $(if $(ON_HOPPER),requirements/cuda13.txt,requirements/cpu.txt)
+MAKE_ENV := .ci/make_env.sh $(if $(ON_HOPPER),.ci/locks/cuda13.txt,.ci/locks/cpu.txt)
 endif
 
 # The package is used from the checkout; the environment's tools come first on PATH.
@@ -93,6 +93,6 @@ LOCK = uv pip compile --quiet --universal --python-version 3.12 --generate-hashe
 
 .PHONY: lock
 lock: env ## resolve the locks anew; LOCK_ARGS=--upgrade takes newer releases
-	$(LOCK) $(LOCK_ARGS) --output-file requirements/cpu.txt
-	$(LOCK) $(LOCK_ARGS) --extra cuda13 --constraint requirements/cpu.txt \
-		--output-file requirements/cuda13.txt
+	$(LOCK) $(LOCK_ARGS) --output-file .ci/locks/cpu.txt
+	$(LOCK) $(LOCK_ARGS) --extra cuda13 --constraint .ci/locks/cpu.txt \
+		--output-file .ci/locks/cuda13.txt

@@ -82,7 +82,7 @@ def test_metadata_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def locked_versions(lock: str) -> dict[str, str]:
     """The version of each package that a lock installs on Linux."""
-    text = (ROOT / "requirements" / f"{lock}.txt").read_text()
+    text = (ROOT / ".ci" / "locks" / f"{lock}.txt").read_text()
     return dict(re.findall(r"^([\w.-]+)==(\S+)", text, flags=re.MULTILINE))
 
 
@@ -111,7 +111,7 @@ def test_locks_agree() -> None:
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_lock_pins_hashes_and_names_no_host(lock: str) -> None:
-    lines = (ROOT / "requirements" / f"{lock}.txt").read_text().splitlines()
+    lines = (ROOT / ".ci" / "locks" / f"{lock}.txt").read_text().splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         assert re.match(r"#|[\w.-]+==[^:]+$|    --hash=sha256:[0-9a-f]{64}", line), line
         assert "==" not in line or following.startswith("    --hash="), line

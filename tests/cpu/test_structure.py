@@ -245,7 +245,7 @@ def test_each_violation_is_found(
         (assembly_faults, "cuda/ptx/sync.cuh", 'asm volatile("fence;");\n'),
         (import_faults, "jax_megamoe/nnx.py", "from jax_megamoe import ops, router\n"),
         (import_faults, "jax_megamoe/ops.py", "import jax\nfrom jax_megamoe.config import Dims\n"),
-        (size_faults, "requirements/cpu.txt", "\n" * (MAX_FILE_LINES + 1)),
+        (size_faults, ".ci/locks/cpu.txt", "\n" * (MAX_FILE_LINES + 1)),
         (machine_path_faults, "README.md", "jax_megamoe/root/x and ~/home/me/x\n"),
     ],
 )
