@@ -1,1 +1,5 @@
 """Fused mixture-of-experts layers for JAX on NVIDIA Hopper."""
+
+from jax_megamoe.config import MegaMoEConfig as MegaMoEConfig
+from jax_megamoe.ops import mega_moe as mega_moe
+from jax_megamoe.sharding import sharded_mega_moe as sharded_mega_moe

@@ -14,9 +14,14 @@ ACTIVATIONS = ("swiglu",)
 BACKENDS = ("auto", "cuda", "reference")
 RANK_COUNTS = (1, 2, 4, 8)
 BLOCK_COUNTS = (8, 4, 2, 1)
-
 # Pool rows of an expert start at a multiple of this and are padded with zeros to the next one.
 TILE_ROWS = 128
+MAX_CHOICES = 32
+MAX_EXPERTS = 512
+# Pool rows and slots are int32 in the kernels; the pads of MAX_EXPERTS experts must fit too.
+MAX_SLOTS = 2**31 - 1 - MAX_EXPERTS * TILE_ROWS
+# H and I of the CUDA kernels.
+KERNEL_MULTIPLE = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,183 @@
+"""`mega_moe`: the op, as one device inside `jax.shard_map` sees it, and its gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_megamoe import _ffi, reference
+from jax_megamoe._guard import guard
+from jax_megamoe.config import Dims, MegaMoEConfig
+from jax_megamoe.validation import check_call
+
+Array = jax.Array
+
+
+def mega_moe(
+    x: Array,
+    expert_idx: Array,
+    expert_weight: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    *,
+    axis_name: str | None = None,
+    precision: str = "bf16",
+    activation: str = "swiglu",
+    backend: str = "auto",
+    trainable_experts: bool = True,
+    return_counts: bool = False,
+    debug_checks: bool = False,
+) -> Array | tuple[Array, Array]:
+    """What a mixture-of-experts layer does after routing: y_t = sum_k w_tk MLP_{e_tk}(x_t).
+
+    MLP_e(x) = (silu(x Wg_e) * (x Wu_e)) Wd_e. Differentiable once, in reverse mode, in x,
+    expert_weight and the three weights; the residuals are the inputs. Dropless at any skew.
+
+    Args:
+      x: [..., H] bf16 or float32: the tokens of this device, with any leading dimensions.
+      expert_idx: [..., K] of an integer dtype: expert ids over all ranks. An id outside [0, E) is
+        no route: it adds 0 and its weight gets gradient 0. Repeated ids of a token add up.
+      expert_weight: [..., K] bf16 or float32: the router's weights.
+      w_gate, w_up: [E/R, H, I] bf16 or float32: the experts of this rank, input before output.
+      w_down: [E/R, I, H], of w_gate's dtype.
+      axis_name: the mesh axis over which the experts are split, R = its size, one of 1, 2, 4, 8;
+        None: all experts are here. Rank r holds the experts [r E/R, (r + 1) E/R).
+      precision, activation, backend, trainable_experts, return_counts, debug_checks: see
+        `MegaMoEConfig`.
+
+    Returns:
+      y [..., H] in the dtype of x; with return_counts also the number of rows of each of this
+      rank's experts over the tokens of all R ranks, int32 [E/R].
+
+    Raises:
+      TypeError, ValueError: while tracing, naming the argument, what it was and what it may be.
+      NotImplementedError: under vmap, and when the gradient is differentiated again. (jvp raises
+        JAX's own TypeError of custom_vjp functions.)
+    """
+    config = MegaMoEConfig(
+        precision=precision,
+        activation=activation,
+        backend=backend,
+        trainable_experts=trainable_experts,
+        return_counts=return_counts,
+        debug_checks=debug_checks,
+    )
+    y, counts = apply(config, axis_name, x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    return (y, counts) if return_counts else y
+
+
+def apply(
+    config: MegaMoEConfig,
+    axis_name: str | None,
+    x: Array,
+    expert_idx: Array,
+    expert_weight: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+) -> tuple[Array, Array]:
+    """`mega_moe` with its static choices as one value; always returns (y, counts)."""
+    dims = check_call(
+        x, expert_idx, expert_weight, w_gate, w_up, w_down, config=config, axis_name=axis_name
+    )
+    ids = canonical_ids(expert_idx, num_experts=dims.E, debug_checks=config.debug_checks)
+    if dims.T == 0:
+        return jnp.asarray(x), jnp.zeros((dims.experts_per_rank,), jnp.int32)
+    arrays = vary_alike(
+        jnp.reshape(x, (dims.T, dims.H)),
+        jnp.reshape(ids, (dims.T, dims.K)),
+        jnp.reshape(expert_weight, (dims.T, dims.K)),
+        w_gate,
+        w_up,
+        w_down,
+    )
+    y, counts = _mega_moe(dims, config, axis_name, *arrays)
+    return jnp.reshape(y, x.shape), counts
+
+
+def canonical_ids(expert_idx: Array | np.ndarray, *, num_experts: int, debug_checks: bool) -> Array:
+    """int32 ids, -1 for every id outside [0, E).
+
+    The comparison happens in the given dtype, and in NumPy for a NumPy array, so that a wide id
+    such as 2**32 + 3 cannot wrap into range.
+    """
+    if debug_checks:
+        jax.debug.callback(functools.partial(_check_ids, num_experts=num_experts), expert_idx)
+    xp = np if isinstance(expert_idx, np.ndarray) else jnp
+    last = np.asarray(min(num_experts - 1, np.iinfo(expert_idx.dtype).max), expert_idx.dtype)
+    in_range = (expert_idx >= 0) & (expert_idx <= last)
+    return jnp.asarray(xp.where(in_range, expert_idx.astype(np.int32), np.int32(-1)))
+
+
+def vary_alike(*arrays: Array) -> list[Array]:
+    """Casts every array to vary over all mesh axes that any of them varies over.
+
+    The transpose of that cast sums a replicated weight's gradient over the axes that the tokens
+    vary over; without it the gradient would be one device's share.
+    """
+    axes = sorted(frozenset().union(*(_varying_axes(a) for a in arrays)))
+    return [_vary(a, tuple(n for n in axes if n not in _varying_axes(a))) for a in arrays]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _mega_moe(
+    dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array
+) -> tuple[Array, Array]:
+    """arrays: x [T, H], expert_idx int32 [T, K], expert_weight [T, K], w_gate, w_up, w_down."""
+    x, *rest = arrays
+    x = guard(x, backend=config.backend)
+    forward = _ffi.forward_call if _is_cuda(config) else reference.forward
+    y, counts = forward(x, *rest, dims=dims, config=config, axis_name=axis_name)
+    return y, counts
+
+
+def _mega_moe_fwd(dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array):
+    return _mega_moe(dims, config, axis_name, *arrays), arrays
+
+
+def _mega_moe_bwd(
+    dims: Dims,
+    config: MegaMoEConfig,
+    axis_name: str | None,
+    arrays: tuple[Array, ...],
+    cotangents: tuple[Array, Array],
+):
+    _, expert_idx, expert_weight, *weights = arrays
+    dy = guard(cotangents[0], backend=config.backend)
+    backward = _ffi.backward_call if _is_cuda(config) else reference.backward
+    dx, dw, *dw_experts = backward(dy, *arrays, dims=dims, config=config, axis_name=axis_name)
+    no_gradient = np.zeros(expert_idx.shape, jax.dtypes.float0)
+    dw_experts = [d.astype(w.dtype) for d, w in zip(dw_experts, weights, strict=False)]
+    if not config.trainable_experts:
+        dw_experts = [None] * len(weights)
+    return dx, no_gradient, dw.astype(expert_weight.dtype), *dw_experts
+
+
+_mega_moe.defvjp(_mega_moe_fwd, _mega_moe_bwd)
+
+
+def _is_cuda(config: MegaMoEConfig) -> bool:
+    """ "auto" is the reference until the fused kernels exist."""
+    return config.backend == "cuda"
+
+
+def _check_ids(expert_idx: np.ndarray, *, num_experts: int) -> None:
+    """The debug check, on the host: raises ValueError for the first id that is out of range."""
+    ids = np.asarray(expert_idx).reshape(-1, expert_idx.shape[-1]).astype(object)
+    bad = np.argwhere((ids < -1) | (ids >= num_experts))
+    if bad.size:
+        token, slot = bad[0]
+        raise ValueError(
+            f"expert_idx: was {ids[token, slot]} at token {token}, slot {slot} "
+            f"({len(bad)} such ids); it may be -1 (no route) or in [0, {num_experts})"
+        )
+
+
+def _varying_axes(a: Array) -> frozenset[str]:
+    return jax.typeof(a).mat.varying
+
+
+def _vary(a: Array, axes: tuple[str, ...]) -> Array:
+    return jax.lax.pcast(a, axes, to="varying") if axes else a

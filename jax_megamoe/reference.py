@@ -1,0 +1,278 @@
+"""The contract in pure JAX: differentiable, on any platform, exact to the summation order.
+
+The code follows the kernels' own structure, so that a reader can compare them line by line:
+expert-contiguous pool rows in tiles of TILE_ROWS, one expert per tile; every product of a tile has
+the same shape whatever R is, so a row's result does not depend on the number of ranks. Tokens are
+gathered from all ranks at the start, and a rank's float32 partial sums are exchanged at the end.
+
+The order of summation (the contract):
+  * a token's routes to experts of one block are added in float32 in choice order, from 0;
+  * the B block sums of a token are added by a fixed balanced binary tree, of which a rank holds a
+    whole subtree; the root is rounded once to the dtype of the result;
+  * dW adds whole tiles in float32, rows ordered by (source rank, token, choice).
+Hence y, dx and dW are bitwise equal for every R that splits the same global batch.
+
+Roundings of precision="bf16" (none in precision="float32"): x, dy and the weights on entry; h and o
+in the forward; g, u, d(g, u), w h and the rows of dx in the backward; y and dx at the root.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
+
+Array = jax.Array
+
+
+class _Rows(NamedTuple):
+    """Where each route of the gathered tokens lies; N = R T tokens, S = N K slots, L = E/R."""
+
+    counts: Array  # int32 [L] rows of each local expert
+    first: Array  # int32 [L] position of an expert's first row in `order`
+    tile_end: Array  # int32 [L] tiles up to and including those of an expert
+    order: Array  # int32 [S] slots sorted by (local expert, source rank, token, choice)
+    slot_row: Array  # int32 [S] pool row of a slot; 0 for a slot that is not local
+    slot_block: Array  # int32 [S] local block of a slot; -1 for a slot that is not local
+
+
+class _Tile(NamedTuple):
+    """TILE_ROWS consecutive pool rows of one expert."""
+
+    expert: Array  # int32 [] local expert
+    slot: Array  # int32 [TILE_ROWS]; 0 for a pad
+    is_row: Array  # bool [TILE_ROWS, 1]; False for a pad
+
+
+def forward(
+    x: Array,
+    expert_idx: Array,
+    expert_weight: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    *,
+    dims: Dims,
+    config: MegaMoEConfig,
+    axis_name: str | None,
+) -> tuple[Array, Array]:
+    """The layer's output and the load of this rank's experts.
+
+    Args:
+      x: [T, H] bf16 or float32.
+      expert_idx: int32 [T, K]; an id outside [0, E) is no route.
+      expert_weight: [T, K] bf16 or float32.
+      w_gate, w_up: [E/R, H, I] bf16 or float32. w_down: [E/R, I, H].
+
+    Returns:
+      y [T, H] in the dtype of x, and the rows of each local expert, int32 [E/R].
+    """
+    round_ = _rounding(config.precision)
+    xs, ids, ws = (
+        _gather(a, axis_name) for a in (round_(_f32(x)), expert_idx, _f32(expert_weight))
+    )
+    w_gate, w_up, w_down = (round_(_f32(w)) for w in (w_gate, w_up, w_down))
+    rows = _arrange(ids, dims, axis_name)
+
+    def tile(i: Array, pool: Array) -> Array:
+        t = _tile(rows, i)
+        x_rows = _take(xs, t, dims.K)
+        g = _dot(x_rows, w_gate[t.expert])
+        u = _dot(x_rows, w_up[t.expert])
+        o = round_(_dot(round_(jax.nn.silu(g) * u), w_down[t.expert]))
+        return _put_rows(pool, i, _slot_weight(ws, t) * o)
+
+    pool = _zeros_like_vma((_pool_rows(dims), dims.H), xs)
+    pool = lax.fori_loop(0, rows.tile_end[-1], tile, pool)
+    y = round_(_combine(pool, rows, dims, axis_name))
+    return y.astype(x.dtype), rows.counts
+
+
+def backward(
+    dy: Array,
+    x: Array,
+    expert_idx: Array,
+    expert_weight: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    *,
+    dims: Dims,
+    config: MegaMoEConfig,
+    axis_name: str | None,
+) -> tuple[Array, ...]:
+    """The gradients, from the inputs alone: g and u are computed again.
+
+    Args: as `forward`; dy: [T, H].
+
+    Returns:
+      dx [T, H] in the dtype of x, d(expert_weight) float32 [T, K] and, if config.trainable_experts,
+      dw_gate, dw_up float32 [E/R, H, I] and dw_down float32 [E/R, I, H]. The weight gradients are
+      this rank's sums over the tokens of all R ranks.
+    """
+    round_ = _rounding(config.precision)
+    dys, xs, ids, ws = (
+        _gather(a, axis_name)
+        for a in (round_(_f32(dy)), round_(_f32(x)), expert_idx, _f32(expert_weight))
+    )
+    w_gate, w_up, w_down = (round_(_f32(w)) for w in (w_gate, w_up, w_down))
+    rows = _arrange(ids, dims, axis_name)
+
+    def tile(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        dx_pool, dw_pool, *dw_experts = carry
+        t = _tile(rows, i)
+        x_rows, dy_rows, w = _take(xs, t, dims.K), _take(dys, t, dims.K), _slot_weight(ws, t)
+        g = round_(_dot(x_rows, w_gate[t.expert]))
+        u = round_(_dot(x_rows, w_up[t.expert]))
+        dh = _dot(dy_rows, w_down[t.expert], transpose_b=True)
+        sigmoid = jax.nn.sigmoid(g)
+        h = g * sigmoid * u
+        dw = jnp.sum(h * dh, axis=1, keepdims=True)
+        dg = round_(w * dh * u * sigmoid * (1 + g * (1 - sigmoid)))
+        du = round_(w * dh * g * sigmoid)
+        dx = _dot(dg, w_gate[t.expert], transpose_b=True)
+        dx = round_(dx + _dot(du, w_up[t.expert], transpose_b=True))
+        if dw_experts:
+            dg, du, wh = (jnp.where(t.is_row, a, 0) for a in (dg, du, round_(w * h)))
+            products = (_dot_t(x_rows, dg), _dot_t(x_rows, du), _dot_t(wh, dy_rows))
+            dw_experts = [a.at[t.expert].add(p) for a, p in zip(dw_experts, products, strict=True)]
+        return (_put_rows(dx_pool, i, dx), _put_rows(dw_pool, i, dw), *dw_experts)
+
+    weights = (w_gate, w_up, w_down) if config.trainable_experts else ()
+    shapes = [(_pool_rows(dims), dims.H), (_pool_rows(dims), 1), *(w.shape for w in weights)]
+    carry = tuple(_zeros_like_vma(shape, xs) for shape in shapes)
+    dx_pool, dw_pool, *dw_experts = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
+    dx = round_(_combine(dx_pool, rows, dims, axis_name))
+    dw = jnp.where(rows.slot_block >= 0, dw_pool[rows.slot_row, 0], 0)
+    dw = _exchange(dw.reshape(dims.R, dims.T, dims.K), axis_name)
+    return dx.astype(x.dtype), dw, *dw_experts
+
+
+def _rounding(precision: str):
+    """Rounding to bf16 that XLA may not remove, as it may a pair of conversions."""
+    if precision == "bf16":
+        return functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+    return lambda a: a
+
+
+def _f32(a: Array) -> Array:
+    return jnp.asarray(a, jnp.float32)
+
+
+def _dot(a: Array, b: Array, transpose_b: bool = False) -> Array:
+    """a [M, D] times b [D, N], or b [N, D] transposed; float32 in and out."""
+    return lax.dot_general(
+        a, b, (((1,), (1 if transpose_b else 0,)), ((), ())), precision=lax.Precision.HIGHEST
+    )
+
+
+def _dot_t(a: Array, b: Array) -> Array:
+    """a [M, D] transposed times b [M, N]; float32 in and out."""
+    return lax.dot_general(a, b, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def _zeros_like_vma(shape: tuple[int, ...], like: Array) -> Array:
+    """float32 zeros that vary over the same mesh axes as `like`."""
+    zeros = jnp.zeros(shape, jnp.float32)
+    axes = tuple(sorted(jax.typeof(like).mat.varying))
+    return lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+def _gather(a: Array, axis_name: str | None) -> Array:
+    """[T, ...] of every rank, in rank order: [R T, ...]."""
+    return a if axis_name is None else lax.all_gather(a, axis_name, tiled=True)
+
+
+def _pool_rows(dims: Dims) -> int:
+    """Rows that hold any routing: every route local, every expert's last tile nearly empty."""
+    slots = dims.R * dims.T * dims.K
+    return (-(-slots // TILE_ROWS) + min(dims.experts_per_rank, slots)) * TILE_ROWS
+
+
+def _arrange(expert_idx: Array, dims: Dims, axis_name: str | None) -> _Rows:
+    """Pool rows of all routes that are local to this rank. expert_idx: int32 [R T, K]."""
+    num_local = dims.experts_per_rank
+    rank = jnp.int32(0) if axis_name is None else lax.axis_index(axis_name)
+    local = expert_idx.reshape(-1) - rank * num_local
+    in_range = (expert_idx.reshape(-1) >= 0) & (expert_idx.reshape(-1) < dims.E)
+    local = jnp.where(in_range & (local >= 0) & (local < num_local), local, num_local)
+    order = jnp.argsort(local, stable=True).astype(jnp.int32)
+    counts = jnp.bincount(local, length=num_local + 1)[:-1].astype(jnp.int32)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    tile_end = jnp.cumsum(-(-counts // TILE_ROWS), dtype=jnp.int32)
+    tile_begin = tile_end - -(-counts // TILE_ROWS)
+    first = ends - counts
+    position = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
+    is_local = local < num_local
+    expert = jnp.where(is_local, local, 0)
+    row = position - first[expert] + tile_begin[expert] * TILE_ROWS
+    return _Rows(
+        counts=counts,
+        first=first,
+        tile_end=tile_end,
+        order=order,
+        slot_row=jnp.where(is_local, row, 0),
+        slot_block=jnp.where(is_local, expert // dims.experts_per_block, -1),
+    )
+
+
+def _tile(rows: _Rows, i: Array) -> _Tile:
+    """The i-th tile; i < tile_end[-1]."""
+    expert = jnp.searchsorted(rows.tile_end, i, side="right").astype(jnp.int32)
+    num_tiles = -(-rows.counts[expert] // TILE_ROWS)
+    row = (i - rows.tile_end[expert] + num_tiles) * TILE_ROWS
+    row = row + jnp.arange(TILE_ROWS, dtype=jnp.int32)
+    is_row = row < rows.counts[expert]
+    slot = rows.order[jnp.where(is_row, rows.first[expert] + row, 0)]
+    return _Tile(expert, jnp.where(is_row, slot, 0), is_row[:, None])
+
+
+def _take(tokens: Array, tile: _Tile, num_choices: int) -> Array:
+    """The token of each row of a tile, [TILE_ROWS, H]; 0 in pads, whatever token 0 holds."""
+    return jnp.where(tile.is_row, tokens[tile.slot // num_choices], 0)
+
+
+def _slot_weight(expert_weight: Array, tile: _Tile) -> Array:
+    """The router weight of each row, [TILE_ROWS, 1]; 0 in pads."""
+    return jnp.where(tile.is_row, expert_weight.reshape(-1, 1)[tile.slot], 0)
+
+
+def _put_rows(pool: Array, i: Array, tile_rows: Array) -> Array:
+    return lax.dynamic_update_slice_in_dim(pool, tile_rows, i * TILE_ROWS, axis=0)
+
+
+def _combine(pool: Array, rows: _Rows, dims: Dims, axis_name: str | None) -> Array:
+    """Each token's rows summed in the contract's order: [P, H] -> float32 [T, H]."""
+    num_tokens, num_blocks = dims.R * dims.T, dims.num_blocks // dims.R
+    slot_row = rows.slot_row.reshape(num_tokens, dims.K)
+    slot_block = rows.slot_block.reshape(num_tokens, dims.K)
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+
+    def add_choice(k: Array, sums: Array) -> Array:
+        chosen = slot_block[:, k, None] == blocks[None]
+        return sums + jnp.where(chosen[:, :, None], pool[slot_row[:, k], None, :], 0)
+
+    sums = _zeros_like_vma((num_tokens, num_blocks, dims.H), pool)
+    sums = lax.fori_loop(0, dims.K, add_choice, sums)
+    root = _tree_sum([sums[:, b] for b in range(num_blocks)])
+    return _exchange(root.reshape(dims.R, dims.T, dims.H), axis_name)
+
+
+def _exchange(partial: Array, axis_name: str | None) -> Array:
+    """Sends each rank its tokens' partial sums and adds them by the tree: [R, T, ...] -> [T, ...].
+
+    An all_to_all and not psum_scatter, whose order of summation is not the contract's.
+    """
+    if axis_name is not None:
+        partial = lax.all_to_all(partial, axis_name, split_axis=0, concat_axis=0)
+    return _tree_sum(list(partial))
+
+
+def _tree_sum(terms: list[Array]) -> Array:
+    """Balanced binary tree over a power of two of terms: ((0 + 1) + (2 + 3)) + ..."""
+    while len(terms) > 1:
+        terms = [a + b for a, b in zip(terms[0::2], terms[1::2], strict=True)]
+    return terms[0]

@@ -1,0 +1,135 @@
+"""`sharded_mega_moe`: the op on global arrays, for callers under plain `jit` with a mesh."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from jax_megamoe.config import MegaMoEConfig
+from jax_megamoe.ops import apply, canonical_ids, vary_alike
+from jax_megamoe.validation import check_sharded_call
+
+Array = jax.Array
+
+
+def sharded_mega_moe(
+    x: Array,
+    expert_idx: Array,
+    expert_weight: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    *,
+    expert_axis: str,
+    data_axes: Sequence[str] = (),
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    **options: Any,
+) -> Array | tuple[Array, Array]:
+    """`mega_moe` wrapped in `jax.shard_map` over every mesh axis that is not manual yet.
+
+    The first leading dimension of x is split over (*data_axes, expert_axis), the experts over
+    expert_axis. Arguments that are sharded otherwise (FSDP weights, say) are resharded on entry,
+    their gradients on the way back, and y returns with the sharding of x. Works with explicit and
+    automatic axes, and inside a shard_map that is manual over other axes, such as the data axes.
+
+    Args:
+      x: [T, ..., H]; expert_idx, expert_weight: [T, ..., K]. T is a multiple of the number of
+        devices that it is split over. Dtypes as in `mega_moe`.
+      w_gate, w_up: [E, H, I]; w_down: [E, I, H].
+      expert_axis: the mesh axis of the experts, of size 1, 2, 4 or 8.
+      data_axes: further mesh axes that split the tokens; those that are manual already are left
+        out. Devices along axes that are named nowhere do the same work.
+      mesh: default: the one set with `jax.set_mesh`, or that of the enclosing shard_map.
+      **options: the static options of `mega_moe`.
+
+    Returns:
+      y [T, ..., H] in the dtype of x; with return_counts also the rows of each expert over all
+      tokens, int32 [E].
+
+    Raises:
+      TypeError, ValueError: while tracing, as `mega_moe`, and for a mesh or an axis that does not
+        fit.
+    """
+    config = MegaMoEConfig(**options)
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    arrays = (x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    free_data_axes = check_sharded_call(
+        *arrays, config=config, mesh=mesh, expert_axis=expert_axis, data_axes=data_axes
+    )
+    ids = canonical_ids(expert_idx, num_experts=w_gate.shape[0], debug_checks=config.debug_checks)
+    call = _Call(mesh, expert_axis, free_data_axes, dataclasses.replace(config, debug_checks=False))
+    arrays = vary_alike(x, ids, expert_weight, w_gate, w_up, w_down)
+    y, counts = _sharded(call, *map(call.reshard, arrays, call.specs))
+    y = call.reshard(y, jax.typeof(x).sharding.spec)
+    return (y, counts) if config.return_counts else y
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static part of one sharded call."""
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    expert_axis: str
+    data_axes: tuple[str, ...]
+    config: MegaMoEConfig
+
+    @property
+    def specs(self) -> tuple[PartitionSpec, ...]:
+        """Of x, expert_idx, expert_weight, w_gate, w_up, w_down."""
+        tokens = PartitionSpec((*self.data_axes, self.expert_axis))
+        return (tokens,) * 3 + (PartitionSpec(self.expert_axis),) * 3
+
+    def op(self, *arrays: Array) -> tuple[Array, Array]:
+        y, counts = apply(self.config, self.expert_axis, *arrays)
+        return y, jax.lax.psum(counts, self.data_axes) if self.data_axes else counts
+
+    def shard_map(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
+        free = set(self.mesh.axis_names) - set(self.mesh.manual_axes)
+        return jax.shard_map(
+            f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free
+        )
+
+    def reshard(self, a: Array, spec: PartitionSpec) -> Array:
+        """Moves to `spec` along the explicit axes, where JAX wants it said; the others follow."""
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if AxisType.Explicit not in types.values():
+            return a
+        parts = []
+        for entry in spec:
+            names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+            parts.append(tuple(n for n in names if types[n] == AxisType.Explicit) or None)
+        return jax.sharding.reshard(a, jax.NamedSharding(self.mesh, PartitionSpec(*parts)))
+
+
+# The derivative is taken inside the shard_map, not of it. So the residuals are the inputs and
+# nothing else, and a shard_map nested in one that is manual over the data axes can be
+# differentiated at all: JAX 0.11 would shard its residuals over axes that are manual already.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sharded(call: _Call, *arrays: Array) -> tuple[Array, Array]:
+    tokens, experts = call.specs[0], call.specs[3]
+    return call.shard_map(call.op, call.specs, (tokens, experts))(*arrays)
+
+
+def _sharded_fwd(call: _Call, *arrays: Array):
+    return _sharded(call, *arrays), arrays
+
+
+def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[Array, Array]):
+    def gradient(dy: Array, x: Array, expert_idx: Array, *rest: Array):
+        def of_floats(x: Array, *rest: Array) -> Array:
+            return call.op(x, expert_idx, *rest)[0]
+
+        return jax.vjp(of_floats, x, *rest)[1](dy)
+
+    tokens, _, *specs = call.specs
+    dx, *rest = call.shard_map(gradient, (tokens, *call.specs), (tokens, *specs))(
+        cotangents[0], *arrays
+    )
+    return dx, np.zeros(arrays[1].shape, jax.dtypes.float0), *rest
+
+
+_sharded.defvjp(_sharded_fwd, _sharded_bwd)

@@ -1,0 +1,304 @@
+"""The one place that judges arguments: every refusal is raised here, while tracing, before any
+launch. A message names the argument, says what it was and what it may be.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Never
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_megamoe.config import (
+    ACTIVATIONS,
+    BACKENDS,
+    KERNEL_MULTIPLE,
+    MAX_CHOICES,
+    MAX_EXPERTS,
+    MAX_SLOTS,
+    PRECISIONS,
+    RANK_COUNTS,
+    Dims,
+    MegaMoEConfig,
+)
+
+FLOAT_DTYPES = ("bfloat16", "float32")
+_INT32_MAX = 2**31 - 1
+
+
+def refuse(error: type[Exception], argument: str, was: object, may_be: str) -> Never:
+    raise error(f"{argument}: was {was}; it may be {may_be}")
+
+
+def check_config(config: MegaMoEConfig) -> None:
+    """Raises TypeError or ValueError for a field of the wrong type or value."""
+    if not isinstance(config, MegaMoEConfig):
+        refuse(TypeError, "config", type(config).__name__, "a MegaMoEConfig")
+    for name, choices in (
+        ("precision", PRECISIONS),
+        ("activation", ACTIVATIONS),
+        ("backend", BACKENDS),
+    ):
+        value = getattr(config, name)
+        if not isinstance(value, str):
+            refuse(TypeError, name, f"{value!r} ({type(value).__name__})", _one_of(choices))
+        if value not in choices:
+            refuse(ValueError, name, repr(value), _one_of(choices))
+    for name in ("trainable_experts", "return_counts", "debug_checks"):
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            refuse(TypeError, name, f"{value!r} ({type(value).__name__})", "True or False, static")
+    if config.backend == "cuda" and config.precision == "float32":
+        refuse(
+            ValueError,
+            "precision",
+            "'float32' with backend='cuda'",
+            "'bf16' there; 'float32' exists with backend='reference' only",
+        )
+
+
+def check_call(
+    x: Any,
+    expert_idx: Any,
+    expert_weight: Any,
+    w_gate: Any,
+    w_up: Any,
+    w_down: Any,
+    *,
+    config: MegaMoEConfig,
+    axis_name: str | None,
+) -> Dims:
+    """Judges the arguments of one call, as one rank sees them, and returns its sizes.
+
+    Raises:
+      TypeError: an argument that is no array, or a dtype that is not supported.
+      ValueError: a shape, a size, an option or an axis that is not supported.
+    """
+    check_config(config)
+    num_ranks = _axis_size(axis_name)
+    _check_arrays(x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    _check_routes(x, expert_idx, expert_weight)
+    _check_weights(x, w_gate, w_up, w_down)
+    dims = Dims(
+        T=math.prod(x.shape[:-1]),
+        K=expert_idx.shape[-1],
+        E=w_gate.shape[0] * num_ranks,
+        R=num_ranks,
+        H=x.shape[-1],
+        I=w_gate.shape[2],
+    )
+    _check_dims(dims, config)
+    return dims
+
+
+def check_sharded_call(
+    x: Any,
+    expert_idx: Any,
+    expert_weight: Any,
+    w_gate: Any,
+    w_up: Any,
+    w_down: Any,
+    *,
+    config: MegaMoEConfig,
+    mesh: Any,
+    expert_axis: Any,
+    data_axes: Any,
+) -> tuple[str, ...]:
+    """Judges the arguments of the sharded entry, before `check_call` sees them on each device.
+
+    Returns the data axes that are not manual yet.
+
+    Raises:
+      TypeError: a mesh, an axis name or a tuple of axis names that is none.
+      ValueError: no mesh, an axis that the mesh lacks or that cannot play its part, or a dimension
+        that the mesh does not divide.
+    """
+    check_config(config)
+    _check_arrays(x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    _check_routes(x, expert_idx, expert_weight)
+    _check_weights(x, w_gate, w_up, w_down)
+    _check_mesh(mesh, expert_axis, data_axes)
+    free = tuple(a for a in data_axes if a not in mesh.manual_axes)
+    num_ranks = mesh.shape[expert_axis]
+    check_rank_count("expert_axis", num_ranks)
+    num_parts = math.prod(mesh.shape[a] for a in (*free, expert_axis))
+    if x.shape[0] % num_parts:
+        refuse(
+            ValueError,
+            "x",
+            f"of leading dimension {x.shape[0]}",
+            f"of a multiple of {num_parts}: it is split over the axes {(*free, expert_axis)}",
+        )
+    if w_gate.shape[0] % num_ranks:
+        refuse(
+            ValueError,
+            "w_gate",
+            f"of E = {w_gate.shape[0]} experts",
+            f"of a multiple of {num_ranks}, the size of the expert axis {expert_axis!r}",
+        )
+    return free
+
+
+def _check_mesh(mesh: Any, expert_axis: Any, data_axes: Any) -> None:
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        refuse(TypeError, "mesh", type(mesh).__name__, "a jax.sharding.Mesh, AbstractMesh or None")
+    if mesh.empty:
+        refuse(
+            ValueError,
+            "mesh",
+            "not given and none is set",
+            "given as mesh=..., or set with jax.set_mesh(mesh)",
+        )
+    if not isinstance(expert_axis, str):
+        refuse(TypeError, "expert_axis", repr(expert_axis), "the name of one mesh axis, a str")
+    if isinstance(data_axes, str) or not isinstance(data_axes, Sequence):
+        refuse(TypeError, "data_axes", repr(data_axes), "a tuple of names of mesh axes")
+    for name, axis in (("expert_axis", expert_axis), *(("data_axes", a) for a in data_axes)):
+        if axis not in mesh.axis_names:
+            refuse(ValueError, name, repr(axis), f"one of the mesh axes {mesh.axis_names}")
+    if len(set(data_axes)) != len(data_axes):
+        refuse(ValueError, "data_axes", repr(tuple(data_axes)), "each axis once")
+    if expert_axis in data_axes:
+        refuse(
+            ValueError,
+            "data_axes",
+            repr(tuple(data_axes)),
+            f"the axes beside the expert axis {expert_axis!r}, which always splits the tokens too",
+        )
+    if expert_axis in mesh.manual_axes:
+        refuse(
+            ValueError,
+            "expert_axis",
+            f"{expert_axis!r}, manual already in the outer shard_map",
+            f"an axis that is not manual; inside shard_map use mega_moe(axis_name={expert_axis!r})",
+        )
+
+
+def check_rank_count(argument: str, num_ranks: int) -> None:
+    if num_ranks not in RANK_COUNTS:
+        refuse(
+            ValueError,
+            argument,
+            f"an axis of {num_ranks} devices",
+            f"of size {_one_of(RANK_COUNTS)}",
+        )
+
+
+def _one_of(choices: Sequence[object]) -> str:
+    return "one of " + ", ".join(repr(c) for c in choices)
+
+
+def _axis_size(axis_name: str | None) -> int:
+    if axis_name is None:
+        return 1
+    if not isinstance(axis_name, str):
+        refuse(TypeError, "axis_name", repr(axis_name), "the name of one mesh axis, a str, or None")
+    try:
+        num_ranks = jax.lax.axis_size(axis_name)
+    except NameError:
+        refuse(
+            ValueError,
+            "axis_name",
+            f"{axis_name!r}, which is not bound here",
+            "an axis of the enclosing jax.shard_map; outside of one use sharded_mega_moe, or None",
+        )
+    check_rank_count("axis_name", num_ranks)
+    return num_ranks
+
+
+def _check_arrays(
+    x: Any, expert_idx: Any, expert_weight: Any, w_gate: Any, w_up: Any, w_down: Any
+) -> None:
+    floats = {
+        "x": x,
+        "expert_weight": expert_weight,
+        "w_gate": w_gate,
+        "w_up": w_up,
+        "w_down": w_down,
+    }
+    for name, value in (*floats.items(), ("expert_idx", expert_idx)):
+        if not isinstance(value, jax.Array | np.ndarray):
+            refuse(TypeError, name, f"a {type(value).__name__}", "a jax.Array or a numpy.ndarray")
+    for name, value in floats.items():
+        if jnp.dtype(value.dtype).name not in FLOAT_DTYPES:
+            refuse(TypeError, name, f"of dtype {value.dtype}", f"of dtype {_one_of(FLOAT_DTYPES)}")
+    if not np.issubdtype(expert_idx.dtype, np.integer):
+        refuse(
+            TypeError,
+            "expert_idx",
+            f"of dtype {expert_idx.dtype}",
+            "of an integer dtype; ids outside [0, E) are no route",
+        )
+    for name, value in (("w_up", w_up), ("w_down", w_down)):
+        if value.dtype != w_gate.dtype:
+            refuse(TypeError, name, f"of dtype {value.dtype}", f"of w_gate's dtype {w_gate.dtype}")
+
+
+def _check_routes(x: Any, expert_idx: Any, expert_weight: Any) -> None:
+    if x.ndim < 2:
+        refuse(
+            ValueError, "x", f"of shape {x.shape}", "[..., H] with at least one leading dimension"
+        )
+    for name, value in (("expert_idx", expert_idx), ("expert_weight", expert_weight)):
+        if value.ndim != x.ndim or value.shape[:-1] != x.shape[:-1]:
+            refuse(
+                ValueError,
+                name,
+                f"of shape {value.shape}",
+                f"[..., K] with the leading dimensions {x.shape[:-1]} of x",
+            )
+    if expert_weight.shape != expert_idx.shape:
+        refuse(
+            ValueError,
+            "expert_weight",
+            f"of shape {expert_weight.shape}",
+            f"of the shape {expert_idx.shape} of expert_idx",
+        )
+
+
+def _check_weights(x: Any, w_gate: Any, w_up: Any, w_down: Any) -> None:
+    if w_gate.ndim != 3:
+        refuse(ValueError, "w_gate", f"of shape {w_gate.shape}", "[E/R, H, I], input before output")
+    num_local, hidden, intermediate = w_gate.shape
+    if hidden != x.shape[-1]:
+        refuse(
+            ValueError,
+            "w_gate",
+            f"of shape {w_gate.shape}",
+            f"[E/R, H, I] with H = {x.shape[-1]}, the last dimension of x",
+        )
+    if w_up.shape != w_gate.shape:
+        refuse(ValueError, "w_up", f"of shape {w_up.shape}", f"of w_gate's shape {w_gate.shape}")
+    down = (num_local, intermediate, hidden)
+    if w_down.shape != down:
+        refuse(ValueError, "w_down", f"of shape {w_down.shape}", f"[E/R, I, H] = {down}")
+
+
+def _check_dims(dims: Dims, config: MegaMoEConfig) -> None:
+    for argument, letter, size, most in (
+        ("expert_idx", "K", dims.K, MAX_CHOICES),
+        ("w_gate", "E", dims.E, MAX_EXPERTS),
+        ("x", "H", dims.H, _INT32_MAX),
+        ("w_gate", "I", dims.I, _INT32_MAX),
+    ):
+        if not 1 <= size <= most:
+            refuse(ValueError, argument, f"of {letter} = {size}", f"of {letter} in 1..{most}")
+    slots = dims.R * dims.T * dims.K
+    if slots > MAX_SLOTS:
+        refuse(
+            ValueError,
+            "x",
+            f"of R T K = {dims.R} x {dims.T} x {dims.K} = {slots} routes",
+            f"of at most {MAX_SLOTS} routes over all ranks; split the batch",
+        )
+    if config.backend == "cuda":
+        for argument, letter, size in (("x", "H", dims.H), ("w_gate", "I", dims.I)):
+            if size % KERNEL_MULTIPLE:
+                refuse(
+                    ValueError,
+                    argument,
+                    f"of {letter} = {size} with backend='cuda'",
+                    f"of {letter} a multiple of {KERNEL_MULTIPLE} there; "
+                    "backend='reference' takes any size",
+                )
