@@ -14,7 +14,6 @@ import pathlib
 import signal
 import sys
 import time
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -31,6 +30,7 @@ FINAL_EVALUATION_BATCHES = 16
 PROMPT = b"def "
 SAMPLE_BYTES = 300
 TEMPERATURE = 0.7
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
 class UsageError(Exception):
@@ -46,7 +46,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=pathlib.Path, default=pathlib.Path("out"), help="where to write (./out)")
     add("--devices", type=int, help="simulate that many CPU devices")
     add("--expert-parallel", type=int, help="devices that share the experts (2 if they are even)")
-    add("--steps", type=int, default=300)
+    add("--steps", type=int, default=400)
     add("--eval-every", type=int, default=50, help="steps between held-out losses")
     add("--batch", type=int, default=16, help="sequences of a step, over all devices")
     add("--seq", type=int, default=128, help="bytes of a sequence")
@@ -73,7 +73,7 @@ def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
     ranks = args.expert_parallel or (2 if num_devices % 2 == 0 else 1)
     if ranks < 1 or num_devices % ranks:
         raise UsageError(
-            f"--expert-parallel must divide the number of devices, {num_devices}, but it is {ranks}."
+            f"--expert-parallel must divide the {num_devices} devices, but it is {ranks}."
         )
     auto = (jax.sharding.AxisType.Auto,) * 2
     return jax.make_mesh((num_devices // ranks, ranks), ("data", "expert"), axis_types=auto)
@@ -113,52 +113,54 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
 class StopRequest:
     """Ctrl-C as a flag, read between steps; a second one interrupts at once."""
 
-    def __init__(self) -> None:
+    def __enter__(self) -> "StopRequest":
         self.asked = False
-        signal.signal(signal.SIGINT, self._ask)
+        self._previous = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
 
     def _ask(self, *_: object) -> None:
         self.asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-class Outcome(NamedTuple):
-    """What the steps left behind; `problem` says why they ended early, if they failed."""
+def train(
+    args: argparse.Namespace, config: ModelConfig, corpus: data.Corpus, rows: list[report.Row]
+) -> LanguageModel:
+    """Runs the steps under the mesh that is set, until Ctrl-C at most; appends a row for each.
 
-    model: LanguageModel
-    rows: list[report.Row]
-    interrupted: bool
-    problem: str | None
-
-
-def train(args: argparse.Namespace, config: ModelConfig, corpus: data.Corpus) -> Outcome:
-    """Runs the steps under the mesh that is set, evaluating every --eval-every."""
-    stop = StopRequest()
+    Raises:
+      UsageError: the loss is not finite; `rows` then ends with that step.
+    """
     model, optimizer = training.create(
         config, learning_rate=args.learning_rate, steps=args.steps, seed=args.seed
     )
-    rows: list[report.Row] = []
-    problem = None
-    with tqdm(total=args.steps, unit="step", mininterval=1.0) as bar:
+    with StopRequest() as stop, tqdm(total=args.steps, unit="step", mininterval=1.0) as bar:
         for step in range(1, args.steps + 1):
-            if stop.asked:
-                break
             start = time.perf_counter()
             sequences = data.train_batch(corpus, args.seed, step, args.batch, args.seq)
             metrics = training.train_step(model, optimizer, sequences)
             loss, imbalance = float(metrics.loss), float(metrics.imbalance)
             tokens_per_s = args.batch * args.seq / (time.perf_counter() - start)
+            is_last = step == args.steps or stop.asked or not math.isfinite(loss)
             held_out = None
-            if step % args.eval_every == 0 and step < args.steps:
-                held_out = held_out_loss(model, corpus, args, EVALUATION_BATCHES)
-                bar.write(f"step {step}: held-out loss {held_out:.3f} nats")
+            if step % args.eval_every == 0 or is_last:
+                num_batches = FINAL_EVALUATION_BATCHES if is_last else EVALUATION_BATCHES
+                held_out = held_out_loss(model, corpus, args, num_batches)
+                bar.write(f"step {step}: held-out loss {held_out:.3f} nats per byte")
             rows.append(report.Row(step, loss, held_out, tokens_per_s, imbalance))
-            bar.update()
             bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
-            if not math.isfinite(loss):
-                problem = f"the loss became {loss} at step {step}; try a lower --learning-rate."
+            bar.update()
+            if not all(math.isfinite(value) for value in (loss, held_out or 0.0)):
+                raise UsageError(
+                    f"the loss became {loss} at step {step}, the held-out loss {held_out};"
+                    " try a lower --learning-rate."
+                )
+            if is_last:
                 break
-    return Outcome(model, rows, stop.asked, problem)
+    return model
 
 
 def held_out_loss(
@@ -192,26 +194,26 @@ def run(args: argparse.Namespace) -> int:
         f" {len(corpus.held_out):,} held out\n"
         f"mesh: {dict(mesh.shape)} on {jax.devices()[0].device_kind}, {config.moe.precision}"
     )
+    rows: list[report.Row] = []
     with jax.set_mesh(mesh):
-        outcome = train(args, config, corpus)
-        rows = outcome.rows
-        if rows and outcome.problem is None:
-            final = held_out_loss(outcome.model, corpus, args, FINAL_EVALUATION_BATCHES)
-            rows[-1] = rows[-1]._replace(held_out_loss=final)
-        report.write_csv(rows, args.out / "loss.csv")
-        report.write_curve(rows, entropy, args.out / "loss.png")
-        if outcome.problem is not None:
-            raise UsageError(outcome.problem)
-        if rows:
-            sample = sample_text(outcome.model, args, mesh.size)
-            (args.out / "sample.txt").write_text(sample)
-            print(f"--- sample after {len(rows)} steps ---\n{sample}\n---")
-            print(
-                f"held-out loss {final:.4f} nats per byte; unigram entropy of the held-out bytes"
-                f" {entropy:.4f}; {entropy - final:.4f} below it"
-            )
-    print(f"written: {args.out}/loss.csv, loss.png" + (", sample.txt" if rows else ""))
-    return 130 if outcome.interrupted else 0
+        try:
+            model = train(args, config, corpus, rows)
+        finally:
+            report.write_csv(rows, args.out / "loss.csv")
+            report.write_curve(rows, entropy, args.out / "loss.png")
+            print(f"written: {args.out}/loss.csv, {args.out}/loss.png")
+        sample = sample_text(model, args, mesh.size)
+    (args.out / "sample.txt").write_text(sample)
+    print(f"--- {args.out}/sample.txt ---\n{sample}\n---")
+    if len(rows) < args.steps:
+        print(f"interrupted after {len(rows)} of {args.steps} steps")
+    final = rows[-1].held_out_loss
+    assert final is not None, "the last step is evaluated"
+    print(
+        f"held-out loss {final:.4f} nats per byte; unigram entropy of the held-out bytes"
+        f" {entropy:.4f}; {entropy - final:.4f} nats below it"
+    )
+    return 0 if len(rows) == args.steps else INTERRUPTED
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -221,6 +223,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, data.DataError) as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("train_lm: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.ops import mega_moe
-from jax_megamoe.router import route
+from jax_megamoe.router import check_mask, route
 from jax_megamoe.sharding import sharded_mega_moe
+from jax_megamoe.validation import check_config, refuse
 
 
 class MegaMoEAux(NamedTuple):
@@ -81,36 +82,15 @@ class MegaMoE(nnx.Module):
           ValueError: a size below 1, K > E, data axes without an expert axis, or
             `config.return_counts`.
         """
-        sizes = {
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_experts": num_experts,
-            "num_experts_per_token": num_experts_per_token,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, but it is {size}.")
-        if num_experts_per_token > num_experts:
-            raise ValueError(
-                f"num_experts_per_token must be at most num_experts = {num_experts}, but it is"
-                f" {num_experts_per_token}."
-            )
-        if data_axes and expert_axis is None:
-            raise ValueError(
-                f"data_axes = {data_axes} needs an expert_axis, but it is None; on a mesh without"
-                " expert parallelism name an axis of size 1."
-            )
-        if config.return_counts:
-            raise ValueError(
-                "config.return_counts must be False, but it is True; the layer always returns the"
-                " load of each expert in its second result."
-            )
+        sizes = (hidden_size, intermediate_size, num_experts, num_experts_per_token)
+        _check_arguments(*sizes, config=config, expert_axis=expert_axis, data_axes=data_axes)
         if num_experts_per_token == 1 and renormalize:
             warnings.warn(
                 "num_experts_per_token = 1 with renormalize = True makes every expert weight 1:"
                 " the router gets no gradient through the experts. Pass renormalize=False.",
                 stacklevel=2,
             )
+        self.hidden_size = hidden_size
         self.num_experts_per_token = num_experts_per_token
         self.config = config
         self.expert_axis = expert_axis
@@ -135,17 +115,24 @@ class MegaMoE(nnx.Module):
         """Routes each token to its experts and sums what they return.
 
         Args:
-          x: floating [..., H]. With `expert_axis` it has at least two dimensions, and the first is
+          x: floating [..., H] with at least one leading dimension. With `expert_axis` the first is
             a multiple of the number of devices along (*data_axes, expert_axis).
           mask: bool [...], False for padding: such a token gives y = 0 and no statistic counts it,
             whatever its x holds.
 
         Returns:
           y [..., H] in `dtype`, and the losses and the load of this call.
+
+        Raises:
+          TypeError, ValueError: while tracing, for what `route` and the op refuse, and for an x
+            whose last dimension is not H.
         """
+        if x.shape[-1] != self.hidden_size:
+            refuse(ValueError, "x", f"of shape {x.shape}", f"[..., H] with H = {self.hidden_size}")
         if self.dtype is not None:
             x = x.astype(self.dtype)
         if mask is not None:
+            check_mask(mask, x.shape[:-1])
             x = jnp.where(mask[..., None], x, jnp.zeros_like(x))
         logits = jnp.matmul(
             x.astype(jnp.float32),
@@ -177,3 +164,44 @@ def _param(value: jax.Array, spec: tuple[str | None, ...] | None) -> nnx.Param[j
         return nnx.Param(value)
     mesh_is_set = not jax.sharding.get_abstract_mesh().empty
     return nnx.Param(value, out_sharding=spec, eager_sharding=mesh_is_set)
+
+
+def _check_arguments(
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    num_experts_per_token: int,
+    *,
+    config: MegaMoEConfig,
+    expert_axis: str | None,
+    data_axes: tuple[str, ...],
+) -> None:
+    for name, size in (
+        ("hidden_size", hidden_size),
+        ("intermediate_size", intermediate_size),
+        ("num_experts", num_experts),
+    ):
+        if size < 1:
+            refuse(ValueError, name, str(size), "at least 1")
+    if not 1 <= num_experts_per_token <= num_experts:
+        refuse(
+            ValueError,
+            "num_experts_per_token",
+            str(num_experts_per_token),
+            f"in 1..{num_experts}, the number of experts",
+        )
+    if data_axes and expert_axis is None:
+        refuse(
+            ValueError,
+            "data_axes",
+            f"{data_axes} without an expert_axis",
+            "given beside an expert_axis, which may be a mesh axis of size 1",
+        )
+    check_config(config)
+    if config.return_counts:
+        refuse(
+            ValueError,
+            "config.return_counts",
+            "True",
+            "False; the second result of the layer always holds the load of each expert",
+        )

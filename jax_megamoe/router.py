@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_megamoe.config import MAX_CHOICES, MAX_EXPERTS
+from jax_megamoe.validation import refuse
+
 # Names for jax.checkpoint_policies.save_only_these_names: saving both keeps a rematerialised layer
 # on the routes of its forward.
 EXPERT_IDX_NAME = "megamoe_expert_idx"
@@ -60,8 +63,8 @@ def route(
 
     Raises:
       TypeError: `logits` is not floating, `num_choices` is not an int, `mask` is not bool.
-      ValueError: `logits` has no expert axis, `num_choices` is not in [1, E], or the shape of
-        `mask` is not that of `logits` without its last axis.
+      ValueError: `logits` has no expert axis or one that is too long, `num_choices` is not in
+        [1, E] or too large, or the shape of `mask` is not that of `logits` without its last axis.
     """
     _check_arguments(logits, num_choices, mask)
     logits = logits.astype(jnp.float32)
@@ -165,23 +168,31 @@ def _mean_over_tokens(values: jax.Array, mask: jax.Array | None) -> jax.Array:
 
 def _check_arguments(logits: jax.Array, num_choices: int, mask: jax.Array | None) -> None:
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"logits must be floating point, but its dtype is {logits.dtype}.")
+        refuse(TypeError, "logits", f"of dtype {logits.dtype}", "of a floating dtype")
     if logits.ndim < 1:
-        raise ValueError(f"logits must be [..., E], but its shape is {logits.shape}.")
+        refuse(ValueError, "logits", f"of shape {logits.shape}", "[..., E]")
     num_experts = logits.shape[-1]
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        refuse(ValueError, "logits", f"of E = {num_experts}", f"of E in 1..{MAX_EXPERTS}")
+    most = min(num_experts, MAX_CHOICES)
     if isinstance(num_choices, bool) or not isinstance(num_choices, int | np.integer):
-        raise TypeError(f"num_choices must be an int in [1, {num_experts}], got {num_choices!r}.")
-    if not 1 <= num_choices <= num_experts:
-        raise ValueError(
-            f"num_choices must be in [1, {num_experts}], the number of experts in logits"
-            f" {logits.shape}, but it is {num_choices}."
+        refuse(TypeError, "num_choices", repr(num_choices), f"an int in 1..{most}")
+    if not 1 <= num_choices <= most:
+        refuse(
+            ValueError,
+            "num_choices",
+            str(num_choices),
+            f"in 1..{most} for the E = {num_experts} experts of logits",
         )
-    if mask is None:
-        return
+    if mask is not None:
+        check_mask(mask, logits.shape[:-1])
+
+
+def check_mask(mask: jax.Array, token_shape: tuple[int, ...]) -> None:
+    """Raises TypeError or ValueError unless `mask` is bool of the shape of the tokens."""
     if mask.dtype != jnp.bool_:
-        raise TypeError(f"mask must be bool, True for real tokens, but its dtype is {mask.dtype}.")
-    if mask.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"mask must have the shape {logits.shape[:-1]} of logits {logits.shape} without its"
-            f" last axis, but its shape is {mask.shape}."
+        refuse(TypeError, "mask", f"of dtype {mask.dtype}", "of dtype bool, True for real tokens")
+    if mask.shape != token_shape:
+        refuse(
+            ValueError, "mask", f"of shape {mask.shape}", f"of shape {token_shape}, as the tokens"
         )
