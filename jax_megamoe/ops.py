@@ -8,6 +8,7 @@ import numpy as np
 
 from jax_megamoe import _ffi, reference
 from jax_megamoe._guard import guard
+from jax_megamoe._ids import canonical_ids, checked
 from jax_megamoe.config import Dims, MegaMoEConfig
 from jax_megamoe.validation import check_call
 
@@ -82,9 +83,9 @@ def apply(
     dims = check_call(
         x, expert_idx, expert_weight, w_gate, w_up, w_down, config=config, axis_name=axis_name
     )
-    ids = canonical_ids(expert_idx, num_experts=dims.E, debug_checks=config.debug_checks)
-    if dims.T == 0:
-        return jnp.asarray(x), jnp.zeros((dims.experts_per_rank,), jnp.int32)
+    if config.debug_checks:
+        x, expert_idx = checked(x, expert_idx, num_experts=dims.E)
+    ids = canonical_ids(expert_idx, num_experts=dims.E)
     arrays = vary_alike(
         jnp.reshape(x, (dims.T, dims.H)),
         jnp.reshape(ids, (dims.T, dims.K)),
@@ -93,22 +94,13 @@ def apply(
         w_up,
         w_down,
     )
-    y, counts = _mega_moe(dims, config, axis_name, *arrays)
+    if dims.T == 0:
+        # Not x itself: XLA fails on an empty array that passes through a shard_map.
+        y, counts = jnp.zeros(x.shape, x.dtype), jnp.zeros((dims.experts_per_rank,), jnp.int32)
+        y, counts, *_ = vary_alike(y, counts, *arrays)
+    else:
+        y, counts = _mega_moe(dims, config, axis_name, *arrays)
     return jnp.reshape(y, x.shape), counts
-
-
-def canonical_ids(expert_idx: Array | np.ndarray, *, num_experts: int, debug_checks: bool) -> Array:
-    """int32 ids, -1 for every id outside [0, E).
-
-    The comparison happens in the given dtype, and in NumPy for a NumPy array, so that a wide id
-    such as 2**32 + 3 cannot wrap into range.
-    """
-    if debug_checks:
-        jax.debug.callback(functools.partial(_check_ids, num_experts=num_experts), expert_idx)
-    xp = np if isinstance(expert_idx, np.ndarray) else jnp
-    last = np.asarray(min(num_experts - 1, np.iinfo(expert_idx.dtype).max), expert_idx.dtype)
-    in_range = (expert_idx >= 0) & (expert_idx <= last)
-    return jnp.asarray(xp.where(in_range, expert_idx.astype(np.int32), np.int32(-1)))
 
 
 def vary_alike(*arrays: Array) -> list[Array]:
@@ -161,18 +153,6 @@ _mega_moe.defvjp(_mega_moe_fwd, _mega_moe_bwd)
 def _is_cuda(config: MegaMoEConfig) -> bool:
     """ "auto" is the reference until the fused kernels exist."""
     return config.backend == "cuda"
-
-
-def _check_ids(expert_idx: np.ndarray, *, num_experts: int) -> None:
-    """The debug check, on the host: raises ValueError for the first id that is out of range."""
-    ids = np.asarray(expert_idx).reshape(-1, expert_idx.shape[-1]).astype(object)
-    bad = np.argwhere((ids < -1) | (ids >= num_experts))
-    if bad.size:
-        token, slot = bad[0]
-        raise ValueError(
-            f"expert_idx: was {ids[token, slot]} at token {token}, slot {slot} "
-            f"({len(bad)} such ids); it may be -1 (no route) or in [0, {num_experts})"
-        )
 
 
 def _varying_axes(a: Array) -> frozenset[str]:

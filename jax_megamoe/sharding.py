@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from jax_megamoe._ids import canonical_ids, checked
 from jax_megamoe.config import MegaMoEConfig
-from jax_megamoe.ops import apply, canonical_ids, vary_alike
+from jax_megamoe.ops import apply, vary_alike
 from jax_megamoe.validation import check_sharded_call
 
 Array = jax.Array
@@ -60,9 +61,12 @@ def sharded_mega_moe(
     free_data_axes = check_sharded_call(
         *arrays, config=config, mesh=mesh, expert_axis=expert_axis, data_axes=data_axes
     )
-    ids = canonical_ids(expert_idx, num_experts=w_gate.shape[0], debug_checks=config.debug_checks)
-    call = _Call(mesh, expert_axis, free_data_axes, dataclasses.replace(config, debug_checks=False))
-    arrays = vary_alike(x, ids, expert_weight, w_gate, w_up, w_down)
+    if isinstance(expert_idx, np.ndarray):
+        if config.debug_checks:
+            _, expert_idx = checked(x, expert_idx, num_experts=w_gate.shape[0])
+        expert_idx = canonical_ids(expert_idx, num_experts=w_gate.shape[0])
+    call = _Call(mesh, expert_axis, free_data_axes, config)
+    arrays = vary_alike(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     y, counts = _sharded(call, *map(call.reshard, arrays, call.specs))
     y = call.reshard(y, jax.typeof(x).sharding.spec)
     return (y, counts) if config.return_counts else y
