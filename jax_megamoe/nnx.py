@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -103,10 +103,10 @@ class MegaMoE(nnx.Module):
                 return kernel_init(key, (num_inputs, num_outputs), param_dtype)
 
             keys = jax.random.split(rngs.params(), num_experts)
-            return _param(jax.vmap(draw)(keys), expert_axis and (expert_axis, None, None))
+            return _param(jax.vmap(draw)(keys), (expert_axis, None, None) if expert_axis else None)
 
         router = kernel_init(rngs.params(), (hidden_size, num_experts), param_dtype)
-        self.router = _param(router, expert_axis and (None, None))
+        self.router = _param(router, (None, None) if expert_axis else None)
         self.w_gate = experts(hidden_size, intermediate_size)
         self.w_up = experts(hidden_size, intermediate_size)
         self.w_down = experts(intermediate_size, hidden_size)
@@ -155,6 +155,7 @@ class MegaMoE(nnx.Module):
             y = sharded_mega_moe(
                 *operands, expert_axis=self.expert_axis, data_axes=self.data_axes, **options
             )
+        y = cast(jax.Array, y)  # return_counts is False
         return y, MegaMoEAux(routing.load_balance_loss, routing.z_loss, routing.load)
 
 

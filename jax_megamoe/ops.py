@@ -1,7 +1,5 @@
 """`mega_moe`: the op, as one device inside `jax.shard_map` sees it, and its gradient."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,9 +81,10 @@ def apply(
     dims = check_call(
         x, expert_idx, expert_weight, w_gate, w_up, w_down, config=config, axis_name=axis_name
     )
+    ids: Array | np.ndarray = expert_idx
     if config.debug_checks:
-        x, expert_idx = checked(x, expert_idx, num_experts=dims.E)
-    ids = canonical_ids(expert_idx, num_experts=dims.E)
+        x, ids = checked(x, ids, num_experts=dims.E)
+    ids = canonical_ids(ids, num_experts=dims.E)
     arrays = vary_alike(
         jnp.reshape(x, (dims.T, dims.H)),
         jnp.reshape(ids, (dims.T, dims.K)),
@@ -109,12 +108,11 @@ def vary_alike(*arrays: Array) -> list[Array]:
     The transpose of that cast sums a replicated weight's gradient over the axes that the tokens
     vary over; without it the gradient would be one device's share.
     """
-    axes = sorted(frozenset().union(*(_varying_axes(a) for a in arrays)))
+    axes = sorted({name for a in arrays for name in _varying_axes(a)})
     return [_vary(a, tuple(n for n in axes if n not in _varying_axes(a))) for a in arrays]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _mega_moe(
+def _evaluate(
     dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array
 ) -> tuple[Array, Array]:
     """arrays: x [T, H], expert_idx int32 [T, K], expert_weight [T, K], w_gate, w_up, w_down."""
@@ -126,7 +124,7 @@ def _mega_moe(
 
 
 def _mega_moe_fwd(dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array):
-    return _mega_moe(dims, config, axis_name, *arrays), arrays
+    return _evaluate(dims, config, axis_name, *arrays), arrays
 
 
 def _mega_moe_bwd(
@@ -147,6 +145,7 @@ def _mega_moe_bwd(
     return dx, no_gradient, dw.astype(expert_weight.dtype), *dw_experts
 
 
+_mega_moe = jax.custom_vjp(_evaluate, nondiff_argnums=(0, 1, 2))
 _mega_moe.defvjp(_mega_moe_fwd, _mega_moe_bwd)
 
 

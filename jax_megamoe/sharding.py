@@ -1,7 +1,6 @@
 """`sharded_mega_moe`: the op on global arrays, for callers under plain `jit` with a mesh."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,11 +62,12 @@ def sharded_mega_moe(
     )
     if isinstance(expert_idx, np.ndarray):
         if config.debug_checks:
-            _, expert_idx = checked(x, expert_idx, num_experts=w_gate.shape[0])
+            checked(x, expert_idx, num_experts=w_gate.shape[0])
         expert_idx = canonical_ids(expert_idx, num_experts=w_gate.shape[0])
     call = _Call(mesh, expert_axis, free_data_axes, config)
-    arrays = vary_alike(x, expert_idx, expert_weight, w_gate, w_up, w_down)
-    y, counts = _sharded(call, *map(call.reshard, arrays, call.specs))
+    operands = vary_alike(x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    resharded = [call.reshard(a, spec) for a, spec in zip(operands, call.specs, strict=True)]
+    y, counts = _sharded(call, *resharded)
     y = call.reshard(y, jax.typeof(x).sharding.spec)
     return (y, counts) if config.return_counts else y
 
@@ -112,14 +112,13 @@ class _Call:
 # The derivative is taken inside the shard_map, not of it. So the residuals are the inputs and
 # nothing else, and a shard_map nested in one that is manual over the data axes can be
 # differentiated at all: JAX 0.11 would shard its residuals over axes that are manual already.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sharded(call: _Call, *arrays: Array) -> tuple[Array, Array]:
+def _evaluate(call: _Call, *arrays: Array) -> tuple[Array, Array]:
     tokens, experts = call.specs[0], call.specs[3]
     return call.shard_map(call.op, call.specs, (tokens, experts))(*arrays)
 
 
 def _sharded_fwd(call: _Call, *arrays: Array):
-    return _sharded(call, *arrays), arrays
+    return _evaluate(call, *arrays), arrays
 
 
 def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[Array, Array]):
@@ -136,4 +135,5 @@ def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[Array
     return dx, np.zeros(arrays[1].shape, jax.dtypes.float0), *rest
 
 
+_sharded = jax.custom_vjp(_evaluate, nondiff_argnums=(0,))
 _sharded.defvjp(_sharded_fwd, _sharded_bwd)

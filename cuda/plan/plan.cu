@@ -255,7 +255,8 @@ __device__ void ListItems(const PlanProblem& p, const Layout& layout, Item* item
     const int first_m = token_tiles ? layout.tile_start[expert] : 0;
     const int tiles_m = token_tiles ? layout.tile_start[expert + 1] - first_m : p.steps[s].tiles_m;
     Item* column_items = items + FirstItem(p, layout, s, expert) + n * tiles_m;
-    for (int m = threadIdx.x % 32; m < tiles_m; m += 32) column_items[m] = {s, expert, first_m + m, n};
+    for (int m = threadIdx.x % 32; m < tiles_m; m += 32)
+      column_items[m] = {s, expert, first_m + m, n};
   }
 }
 
