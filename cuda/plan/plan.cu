@@ -47,10 +47,13 @@ __device__ Route ReadRoute(const PlanProblem& p, const int32_t* expert_idx, int 
   const int k = slot % p.dims.K;
   const int32_t* token = expert_idx + (slot - k);
   const int expert = LocalExpert(p, __ldg(token + k));
+  // The last row of a token is that of its highest expert, of the highest choice among equals. No
+  // branches: the loads of the token's ids stay independent.
   bool last = expert >= 0;
+#pragma unroll 8
   for (int j = 0; j < p.dims.K; ++j) {
     const int other = LocalExpert(p, __ldg(token + j));
-    last = last && (other < expert || (other == expert && j <= k));
+    last &= other < expert + (j <= k);
   }
   return {expert, last};
 }
@@ -99,12 +102,20 @@ __device__ void AddChunks(const uint32_t* chunk_counts, int experts, int first, 
   const int groups = kThreads / experts;
   const int group = threadIdx.x / experts;
   if (group >= groups) return;
+  constexpr int kBatch = 8;  // loads in flight: latency is all that this costs
   Count sum = {0, 0};
-#pragma unroll 16
-  for (int chunk = first + group; chunk < end; chunk += groups) {
-    const Count count = Unpack(__ldg(chunk_counts + chunk * experts + expert));
-    sum.rows += count.rows;
-    sum.tokens += count.tokens;
+  for (int chunk = first + group; chunk < end; chunk += kBatch * groups) {
+    uint32_t packed[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int at = chunk + i * groups;
+      packed[i] = at < end ? __ldg(chunk_counts + at * experts + expert) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      sum.rows += Unpack(packed[i]).rows;
+      sum.tokens += Unpack(packed[i]).tokens;
+    }
   }
   if (sum.rows > 0) atomicAdd(&sums[expert].rows, sum.rows);
   if (sum.tokens > 0) atomicAdd(&sums[expert].tokens, sum.tokens);
