@@ -1,6 +1,7 @@
 // What the handlers share: the texts of errors and the initialize stage.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "host/device.h"
@@ -18,13 +19,14 @@ inline xla::ffi::Error FromCuda(const CudaStatus& status) {
   return MakeError(xla::ffi::ErrorCode::kInternal, status.text());
 }
 
-inline xla::ffi::Error Initialize() {
-  const std::string refusal = PrepareDevice();
+inline xla::ffi::Error Initialize(int32_t device) {
+  const std::string refusal = PrepareDevice(device);
   if (refusal.empty()) return xla::ffi::Error::Success();
   return MakeError(xla::ffi::ErrorCode::kFailedPrecondition, refusal);
 }
 
-XLA_FFI_DEFINE_HANDLER(kInitialize, Initialize,
-                       xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>());
+XLA_FFI_DEFINE_HANDLER(
+    kInitialize, Initialize,
+    xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>().Ctx<xla::ffi::DeviceOrdinal>());
 
 }  // namespace megamoe

@@ -29,11 +29,15 @@ CudaStatus Describe(int device, cudaDeviceProp* properties) {
 
 }  // namespace
 
-std::string PrepareDevice() {
+std::string PrepareDevice(int device) {
   static std::mutex mutex;
   static std::set<int>* ready = new std::set<int>;  // never destroyed: calls may outlive main
-  int device = 0;
-  if (CudaStatus status = CurrentDevice(&device); !status.ok()) return status.text();
+  int current = 0;
+  if (CudaStatus status = CurrentDevice(&current); !status.ok()) return status.text();
+  if (current != device) {
+    return "XLA runs device " + std::to_string(device) + " while CUDA's current device is " +
+           std::to_string(current);
+  }
   const std::lock_guard<std::mutex> lock(mutex);
   if (ready->count(device) > 0) return "";
   cudaDeviceProp properties;
