@@ -80,7 +80,7 @@ ffi::Error ExecutePlan(cudaStream_t stream, ExpertIdx expert_idx, ffi::Remaining
                              ints(5),
                              ints(6),
                              static_cast<uint32_t*>(pointers[7])};
-  return FromCuda(LaunchPlan(stream, *problem, expert_idx.typed_data(), arrays));
+  return FromCuda(plan::Launch(stream, *problem, expert_idx.typed_data(), arrays));
 }
 
 // Before anything is launched, on every rank alike: no peer is left waiting.

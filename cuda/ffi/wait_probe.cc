@@ -75,19 +75,20 @@ ffi::Future ExecuteFuture(cudaStream_t stream, int32_t device, Word, ffi::Result
   return future;
 }
 
-#define PROBE_BINDING                           \
-  ffi::Ffi::Bind()                              \
-      .Ctx<ffi::PlatformStream<cudaStream_t>>() \
-      .Ctx<ffi::DeviceOrdinal>()                \
-      .Arg<Word>()                              \
-      .Ret<Word>()                              \
-      .Ret<Word>()                              \
-      .Attr<int64_t>("deadline_ns")             \
-      .Attr<int64_t>("release_ns")
+auto Binding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Arg<Word>()
+      .Ret<Word>()
+      .Ret<Word>()
+      .Attr<int64_t>("deadline_ns")
+      .Attr<int64_t>("release_ns");
+}
 
-XLA_FFI_DEFINE_HANDLER(kExecuteFuture, ExecuteFuture, PROBE_BINDING);
-XLA_FFI_DEFINE_HANDLER(kExecuteNextCall, ExecuteNextCall<false>, PROBE_BINDING);
-XLA_FFI_DEFINE_HANDLER(kExecuteTrap, ExecuteNextCall<true>, PROBE_BINDING);
+XLA_FFI_DEFINE_HANDLER(kExecuteFuture, ExecuteFuture, Binding());
+XLA_FFI_DEFINE_HANDLER(kExecuteNextCall, ExecuteNextCall<false>, Binding());
+XLA_FFI_DEFINE_HANDLER(kExecuteTrap, ExecuteNextCall<true>, Binding());
 
 }  // namespace
 

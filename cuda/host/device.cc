@@ -48,7 +48,7 @@ std::string PrepareDevice(int device) {
            std::to_string(properties.minor) +
            "; the kernels run on 9.0 (H100, H200, GH200) only; use backend=\"reference\"";
   }
-  for (const CudaStatus& status : {LoadPlan(), LoadWaitProbe(), OpenFaultChannel(device)}) {
+  for (const CudaStatus& status : {plan::Load(), LoadWaitProbe(), OpenFaultChannel(device)}) {
     if (!status.ok()) return status.text();
   }
   ready->insert(device);
