@@ -49,7 +49,7 @@ def register() -> None:
         _register_once()
 
 
-def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan[jax.Array]:
+def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan:
     """Runs the plan kernel; its arrays are those of `plan.make_plan`, as JAX arrays.
 
     Args:
