@@ -12,11 +12,11 @@ ON_HOPPER := $(filter-out 0,$(HOPPERS))
 GPUS ?= $(HOPPERS)
 
 ifeq ($(origin PYTHON),command line)
-PY := $(PYTHON)
+PY := $(abspath $(or $(shell command -v $(PYTHON)),$(error PYTHON=$(PYTHON) does not run)))
 MAKE_ENV := true
 else
 PY := $(CURDIR)/.venv/bin/python
-MAKE_ENV := tools/make_env.sh $(if $(ON_HOPPER),requirements/cuda13.txt,requirements/cpu.txt)
+MAKE_ENV := .ci/make_env.sh $(if $(ON_HOPPER),.ci/locks/cuda13.txt,.ci/locks/cpu.txt)
 endif
 
 # The package is used from the checkout; the environment's tools come first on PATH.
@@ -77,7 +77,7 @@ compile: env ## every kernel for sm_90a: registers, shared memory; fails on spil
 build: env ## the extension, with CMake and nvcc, placed beside the package
 	cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(PY)
 	cmake --build build
-	cmake --install build --prefix $(CURDIR)
+	@ls jax_megamoe/*.so
 
 # What a GPU run needs, where it can be made; elsewhere the reference backend serves.
 .PHONY: extension
@@ -93,6 +93,6 @@ LOCK = uv pip compile --quiet --universal --python-version 3.12 --generate-hashe
 
 .PHONY: lock
 lock: env ## resolve the locks anew; LOCK_ARGS=--upgrade takes newer releases
-	$(LOCK) $(LOCK_ARGS) --output-file requirements/cpu.txt
-	$(LOCK) $(LOCK_ARGS) --extra cuda13 --constraint requirements/cpu.txt \
-		--output-file requirements/cuda13.txt
+	$(LOCK) $(LOCK_ARGS) --output-file .ci/locks/cpu.txt
+	$(LOCK) $(LOCK_ARGS) --extra cuda13 --constraint .ci/locks/cpu.txt \
+		--output-file .ci/locks/cuda13.txt

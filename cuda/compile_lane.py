@@ -19,11 +19,8 @@ from pathlib import Path
 
 CUDA_DIR = Path(__file__).resolve().parent
 
-NVCC_FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-gencode=arch=compute_90a,code=sm_90a",
-    "--expt-relaxed-constexpr",
+# What the lane adds to the build's own options.
+LANE_FLAGS = (
     "-Xptxas=-v,-warn-spills,-warn-lmem-usage",
     "-Werror=all-warnings",
     "-Xcompiler=-Wall,-Wextra,-Werror",
@@ -32,6 +29,9 @@ NVCC_FLAGS = (
 # ptxas calls these remarks "info" and goes on: C7504 to C7507 a setmaxnreg it cannot honour, C7508
 # one it ignores, C7509 to C7514 wgmma instructions that it serialises.
 FATAL_REMARKS = range(7504, 7515)
+
+_BUILD_OPTIONS = re.compile(r"\$<\$<COMPILE_LANGUAGE:CUDA>:(?P<options>[^>]*)>")
+_BUILD_STANDARD = re.compile(r"set\(CMAKE_CUDA_STANDARD (?P<standard>\d+)\)")
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
 _PROPERTIES = re.compile(r"Function properties for (?P<name>\S+)")
@@ -67,6 +67,20 @@ class Report:
 
     functions: list[Function]
     remarks: list[str]
+
+
+def build_flags(cmake: str) -> list[str]:
+    """What a release build passes to nvcc, from the text of CMakeLists.txt.
+
+    Read there, so that the lane judges the code that users run. ValueError when the text states
+    no CUDA options or no CUDA standard in the form that is looked for.
+    """
+    options = _BUILD_OPTIONS.search(cmake)
+    standard = _BUILD_STANDARD.search(cmake)
+    if not options or not standard:
+        raise ValueError("CMakeLists.txt states no CUDA compile options, or no CUDA standard")
+    release = ["-O3", "-DNDEBUG"]
+    return [f"-std=c++{standard['standard']}", *release, *re.split(r"[\s;]+", options["options"])]
 
 
 def parse(output: str) -> Report:
@@ -147,12 +161,11 @@ def demangle(symbols: Sequence[str]) -> dict[str, str]:
     return dict(zip(symbols, result.stdout.splitlines(), strict=True))
 
 
-def compile_file(nvcc: str, source: Path) -> tuple[int, str]:
+def compile_file(command: Sequence[str], source: Path) -> tuple[int, str]:
     """Compiles one file into nothing; returns nvcc's exit status and all that it printed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [nvcc, *NVCC_FLAGS, f"-I{CUDA_DIR}", "-c", str(source)]
         result = subprocess.run(
-            [*command, "-o", str(Path(folder) / "lane.o")],
+            [*command, "-c", str(source), "-o", str(Path(folder) / "lane.o")],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -187,9 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not shutil.which(options.nvcc):
         print(f"compile lane not run: no {options.nvcc} on PATH")
         return 0 if options.allow_missing_nvcc else 1
+    flags = build_flags((CUDA_DIR.parent / "CMakeLists.txt").read_text())
+    command = [options.nvcc, *flags, *LANE_FLAGS, f"-I{CUDA_DIR}"]
+    print(" ".join(command))
     sources = sorted(CUDA_DIR.rglob("*.cu"))
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        results = list(pool.map(lambda source: compile_file(options.nvcc, source), sources))
+        results = list(pool.map(lambda source: compile_file(command, source), sources))
     found = [
         finding
         for source, (status, output) in zip(sources, results, strict=True)

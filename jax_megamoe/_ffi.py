@@ -1,31 +1,218 @@
-"""The custom calls of the op."""
+"""The custom calls of the CUDA backend: their registration, their operands and their results.
 
-from typing import Any
+Lowering a call needs neither a GPU nor the extension module; running one needs both.
+"""
+
+import functools
+import importlib
+import threading
+from collections.abc import Sequence
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_megamoe.config import Dims, MegaMoEConfig
+from jax_megamoe.plan import Plan, Step, plan_sizes
 
-Array = jax.Array
+PLAN = "jax_megamoe_plan"
+FORWARD = "jax_megamoe_forward"
+BACKWARD = "jax_megamoe_backward"
+
+AxisName = str | tuple[str, ...] | None
+
+
+@functools.cache
+def extension() -> tuple[ModuleType | None, str]:
+    """The extension module and "", or None and why there is none. Creates no CUDA context."""
+    try:
+        return importlib.import_module("jax_megamoe._cuda"), ""
+    except ImportError as error:
+        return None, f"the CUDA part of jax_megamoe is not in this installation ({error})"
+
+
+_registration_lock = threading.Lock()
+
+
+@functools.cache
+def _register_once() -> None:
+    module, _ = extension()
+    if module is not None:
+        for target, stages in module.registrations().items():
+            jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+
+
+def register() -> None:
+    """Registers the targets of the extension, if there is one; only the first call does work."""
+    with _registration_lock:
+        _register_once()
+
+
+def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan:
+    """Runs the plan kernel; its arrays are those of `plan.make_plan`, as JAX arrays.
+
+    Args:
+      expert_idx: int32 [R, T, K], the routing of all ranks.
+      rank: static; the rank whose plan it is.
+
+    Raises:
+      RuntimeError: without the extension.
+      ValueError: for dimensions that a plan cannot hold.
+    """
+    sizes = plan_sizes(dims, steps)
+    module, reason = extension()
+    if module is None:
+        raise RuntimeError(reason)
+    register()
+    experts = dims.experts_per_rank
+    shapes = (
+        (dims.R, experts),
+        (experts + 1,),
+        (dims.R, dims.T, dims.K),
+        (sizes.pool_rows,),
+        (sizes.items, 4),
+        (dims.R * dims.T,),
+        (2,),
+        (module.plan_chunks(dims.T, dims.K, dims.R), experts),
+    )
+    call = jax.ffi.ffi_call(PLAN, [_result(expert_idx, shape, jnp.int32) for shape in shapes])
+    fields = [(step.tiles_m or 0, step.tiles_n, step.lag) for step in steps]
+    *arrays, _scratch = call(
+        expert_idx,
+        experts=np.int64(dims.E),
+        rank=np.int64(rank),
+        steps=np.array(fields, np.int64).reshape(-1),
+    )
+    return Plan(*arrays)
 
 
 def forward_call(
-    x: Array, *rest: Array, dims: Dims, config: MegaMoEConfig, axis_name: str | None
-) -> tuple[Array, Array]:
-    results = [_like(x, x.shape, jnp.bfloat16), _like(x, (dims.experts_per_rank,), jnp.int32)]
-    y, counts = jax.ffi.ffi_call("jax_megamoe_forward", results)(x, *rest)
-    return y, counts
+    x: jax.Array,
+    expert_idx: jax.Array,
+    expert_weight: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    dims: Dims,
+    config: MegaMoEConfig,
+    axis_name: AxisName,
+) -> tuple[jax.Array, jax.Array]:
+    """The forward custom call of one rank.
+
+    Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight to float32.
+      axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
+
+    Returns:
+      y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert.
+    """
+    register()
+    results = [
+        _result(x, (dims.T, dims.H), jnp.bfloat16),
+        _result(x, (dims.experts_per_rank,), jnp.int32),
+    ]
+    call = jax.ffi.ffi_call(FORWARD, results)
+    attributes = _attributes(dims, config, axis_name)
+    operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    y, counts = call(*operands, **attributes)
+    return y.astype(x.dtype), counts
 
 
 def backward_call(
-    dy: Array, *arrays: Array, dims: Dims, config: MegaMoEConfig, axis_name: str | None
-) -> tuple[Array, ...]:
-    x, _, expert_weight, *weights = arrays
-    outs = (x, expert_weight, *(weights if config.trainable_experts else ()))
-    results = [_like(x, a.shape, jnp.float32) for a in outs]
-    return tuple(jax.ffi.ffi_call("jax_megamoe_backward", results)(dy, *arrays))
+    dy: jax.Array,
+    x: jax.Array,
+    expert_idx: jax.Array,
+    expert_weight: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    dims: Dims,
+    config: MegaMoEConfig,
+    axis_name: AxisName,
+) -> tuple[jax.Array, ...]:
+    """The backward custom call of one rank; operands as for `forward_call`, dy [T, H].
+
+    Returns:
+      dx [T, H] in the dtype of x, dw float32 [T, K] and, with config.trainable_experts, the float32
+      gradients of w_gate, w_up and w_down.
+    """
+    register()
+    experts = dims.experts_per_rank
+    results = [
+        _result(x, (dims.T, dims.H), jnp.bfloat16),
+        _result(x, (dims.T, dims.K), jnp.float32),
+    ]
+    if config.trainable_experts:
+        wide, narrow = (experts, dims.H, dims.I), (experts, dims.I, dims.H)
+        results += [_result(x, shape, jnp.float32) for shape in (wide, wide, narrow)]
+    call = jax.ffi.ffi_call(BACKWARD, results)
+    attributes = _attributes(dims, config, axis_name)
+    operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    dx, *rest = call(jnp.asarray(dy, jnp.bfloat16), *operands, **attributes)
+    return dx.astype(x.dtype), *rest
 
 
-def _like(a: Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    return jax.typeof(a).update(shape=shape, dtype=dtype)
+def _operands(
+    x: jax.Array, expert_idx: jax.Array, expert_weight: jax.Array, *weights: jax.Array
+) -> list[jax.Array]:
+    bf16 = [jnp.asarray(a, jnp.bfloat16) for a in (x, *weights)]
+    return [bf16[0], expert_idx, jnp.asarray(expert_weight, jnp.float32), *bf16[1:]]
+
+
+def _result(like: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
+    """The type of a result that varies over the same manual mesh axes as `like`.
+
+    Inside shard_map a bare ShapeDtypeStruct has no such axes and fails under check_vma.
+    """
+    aval = jax.typeof(like)
+    spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+    return aval.update(shape=shape, dtype=dtype, sharding=aval.sharding.update(spec=spec))
+
+
+def _attributes(dims: Dims, config: MegaMoEConfig, axis_name: AxisName) -> dict[str, object]:
+    attributes: dict[str, object] = {
+        name: np.int64(getattr(dims, name)) for name in ("T", "K", "E", "R", "H", "I")
+    }
+    attributes["groups"] = _rank_groups(dims, axis_name)
+    attributes["precision"] = config.precision
+    attributes["activation"] = config.activation
+    return attributes
+
+
+def _rank_groups(dims: Dims, axis_name: AxisName) -> np.ndarray:
+    """int64 [devices], the flattened device ids of the mesh, R at a time: those of one group.
+
+    Ids count the devices of the mesh in row-major order; a group holds its ranks in order.
+    """
+    if axis_name is None:
+        return np.zeros(1, np.int64)
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    mesh = jax.sharding.get_abstract_mesh()
+    ids = np.arange(mesh.size, dtype=np.int64).reshape(mesh.axis_sizes)
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    ids = np.moveaxis(ids, places, range(-len(places), 0))
+    return ids.reshape(-1)
+
+
+def wait_probe(
+    trigger: jax.Array, *, deadline_ns: int, release_ns: int, report: str
+) -> tuple[jax.Array, jax.Array]:
+    """Runs a kernel of one block that only waits for a flag, to test how a wait fails.
+
+    Args:
+      trigger: int32 [1], read by nothing; it orders the probe in a program.
+      deadline_ns: how long the kernel waits.
+      release_ns: when the kernel itself raises the flag; negative for never.
+      report: how a failed wait becomes an exception, "future", "next_call" or "trap"
+        (cuda/ffi/wait_probe.cc).
+
+    Returns:
+      int32 [1], 1 when the flag came and 0 when it did not; and the flag, int32 [1].
+    """
+    register()
+    word = _result(trigger, (1,), jnp.int32)
+    call = jax.ffi.ffi_call(f"jax_megamoe_wait_probe_{report}", [word, word])
+    came, flag = call(trigger, deadline_ns=np.int64(deadline_ns), release_ns=np.int64(release_ns))
+    return came, flag

@@ -18,8 +18,9 @@ BLOCK_COUNTS = (8, 4, 2, 1)
 TILE_ROWS = 128
 MAX_CHOICES = 32
 MAX_EXPERTS = 512
+INT32_MAX = 2**31 - 1
 # Pool rows and slots are int32 in the kernels; the pads of MAX_EXPERTS experts must fit too.
-MAX_SLOTS = 2**31 - 1 - MAX_EXPERTS * TILE_ROWS
+MAX_SLOTS = INT32_MAX - MAX_EXPERTS * TILE_ROWS
 # H and I of the CUDA kernels.
 KERNEL_MULTIPLE = 64
 

@@ -1,7 +1,5 @@
 """`mega_moe`: the op, as one device inside `jax.shard_map` sees it, and its gradient."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,9 +86,9 @@ def apply(
         expert_idx = checked(expert_idx, num_experts=dims.E)
     ids = canonical_ids(expert_idx, num_experts=dims.E)
     arrays = vary_alike(
-        jnp.reshape(x, (dims.T, dims.H)),
-        jnp.reshape(ids, (dims.T, dims.K)),
-        jnp.reshape(expert_weight, (dims.T, dims.K)),
+        jnp.asarray(x).reshape(dims.T, dims.H),
+        ids.reshape(dims.T, dims.K),
+        jnp.asarray(expert_weight).reshape(dims.T, dims.K),
         *map(jnp.asarray, (w_gate, w_up, w_down)),
     )
     if dims.T == 0:
@@ -111,12 +109,11 @@ def vary_alike(*arrays: Array) -> list[Array]:
     The transpose of that cast sums a replicated weight's gradient over the axes that the tokens
     vary over; without it the gradient would be one device's share.
     """
-    axes = sorted(frozenset().union(*(_varying_axes(a) for a in arrays)))
+    axes = sorted({name for a in arrays for name in _varying_axes(a)})
     return [_vary(a, tuple(n for n in axes if n not in _varying_axes(a))) for a in arrays]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _mega_moe(
+def _evaluate(
     dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array
 ) -> tuple[Array, Array]:
     """arrays: x [T, H], expert_idx int32 [T, K], expert_weight [T, K], w_gate, w_up, w_down."""
@@ -128,7 +125,7 @@ def _mega_moe(
 
 
 def _mega_moe_fwd(dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array):
-    return _mega_moe(dims, config, axis_name, *arrays), arrays
+    return _evaluate(dims, config, axis_name, *arrays), arrays
 
 
 def _mega_moe_bwd(
@@ -136,10 +133,10 @@ def _mega_moe_bwd(
     config: MegaMoEConfig,
     axis_name: str | None,
     arrays: tuple[Array, ...],
-    cotangents: tuple[Array, Array],
+    cotangents: tuple[ArrayLike, object],
 ):
     _, expert_idx, expert_weight, *weights = arrays
-    dy = guard(cotangents[0], backend=config.backend)
+    dy = guard(jnp.asarray(cotangents[0]), backend=config.backend)
     dy = after_check(dy, expert_idx) if config.debug_checks else dy
     backward = _ffi.backward_call if _is_cuda(config) else reference.backward
     dx, dw, *dw_experts = backward(dy, *arrays, dims=dims, config=config, axis_name=axis_name)
@@ -150,6 +147,7 @@ def _mega_moe_bwd(
     return dx, no_gradient, dw.astype(expert_weight.dtype), *dw_experts
 
 
+_mega_moe = jax.custom_vjp(_evaluate, nondiff_argnums=(0, 1, 2))
 _mega_moe.defvjp(_mega_moe_fwd, _mega_moe_bwd)
 
 

@@ -1,7 +1,6 @@
 """`sharded_mega_moe`: the op on global arrays, for callers under plain `jit` with a mesh."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,8 +66,9 @@ def sharded_mega_moe(
             expert_idx = checked(expert_idx, num_experts=w_gate.shape[0])
         expert_idx = canonical_ids(expert_idx, num_experts=w_gate.shape[0])
     call = _Call(mesh, expert_axis, free_data_axes, config)
-    arrays = vary_alike(*map(jnp.asarray, (x, expert_idx, expert_weight, w_gate, w_up, w_down)))
-    y, counts = _sharded(call, *map(call.reshard, arrays, call.specs))
+    operands = vary_alike(*map(jnp.asarray, (x, expert_idx, expert_weight, w_gate, w_up, w_down)))
+    resharded = [call.reshard(a, spec) for a, spec in zip(operands, call.specs, strict=True)]
+    y, counts = _sharded(call, *resharded)
     y = call.reshard(y, jax.typeof(x).sharding.spec)
     return (y, counts) if config.return_counts else y
 
@@ -113,17 +113,16 @@ class _Call:
 # The derivative is taken inside the shard_map, not of it. So the residuals are the inputs and
 # nothing else, and a shard_map nested in one that is manual over the data axes can be
 # differentiated at all: JAX 0.11 would shard its residuals over axes that are manual already.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sharded(call: _Call, *arrays: Array) -> tuple[Array, Array]:
+def _evaluate(call: _Call, *arrays: Array) -> tuple[Array, Array]:
     tokens, experts = call.specs[0], call.specs[3]
     return call.shard_map(call.op, call.specs, (tokens, experts))(*arrays)
 
 
 def _sharded_fwd(call: _Call, *arrays: Array):
-    return _sharded(call, *arrays), arrays
+    return _evaluate(call, *arrays), arrays
 
 
-def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[Array, Array]):
+def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[ArrayLike, object]):
     def gradient(dy: Array, x: Array, expert_idx: Array, *rest: Array):
         def of_floats(x: Array, *rest: Array) -> Array:
             return call.op(x, expert_idx, *rest)[0]
@@ -132,9 +131,10 @@ def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[Array
 
     tokens, _, *specs = call.specs
     dx, *rest = call.shard_map(gradient, (tokens, *call.specs), (tokens, *specs))(
-        cotangents[0], *arrays
+        jnp.asarray(cotangents[0]), *arrays
     )
     return dx, np.zeros(arrays[1].shape, jax.dtypes.float0), *rest
 
 
+_sharded = jax.custom_vjp(_evaluate, nondiff_argnums=(0,))
 _sharded.defvjp(_sharded_fwd, _sharded_bwd)

@@ -13,6 +13,7 @@ import numpy as np
 from jax_megamoe.config import (
     ACTIVATIONS,
     BACKENDS,
+    INT32_MAX,
     KERNEL_MULTIPLE,
     MAX_CHOICES,
     MAX_EXPERTS,
@@ -24,7 +25,6 @@ from jax_megamoe.config import (
 )
 
 FLOAT_DTYPES = ("bfloat16", "float32")
-_INT32_MAX = 2**31 - 1
 
 
 def refuse(error: type[Exception], argument: str, was: object, may_be: str) -> Never:
@@ -279,8 +279,8 @@ def _check_dims(dims: Dims, config: MegaMoEConfig) -> None:
     for argument, letter, size, most in (
         ("expert_idx", "K", dims.K, MAX_CHOICES),
         ("w_gate", "E", dims.E, MAX_EXPERTS),
-        ("x", "H", dims.H, _INT32_MAX),
-        ("w_gate", "I", dims.I, _INT32_MAX),
+        ("x", "H", dims.H, INT32_MAX),
+        ("w_gate", "I", dims.I, INT32_MAX),
     ):
         if not 1 <= size <= most:
             refuse(ValueError, argument, f"of {letter} = {size}", f"of {letter} in 1..{most}")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_megamoe import mega_moe, reference
+from jax_megamoe import reference
 from tests import cases, compare, layer, process
 from tests.cases import BF16, F32, ROUTINGS
 
@@ -65,38 +65,41 @@ def test_11_gradients_are_not_scaled_by_the_number_of_ranks(
     """pytorch/pytorch #160285: expert gradients R times too large. 512, 128, 64 would be wrong."""
     spec = PartitionSpec("expert")
     op = jax.shard_map(
-        functools.partial(mega_moe, axis_name="expert"),
+        layer.bind(axis_name="expert"),
         mesh=layer.expert_mesh(num_ranks),
         in_specs=spec,
         out_specs=spec,
         check_vma=check_vma,
     )
     *arrays, w_down, _ = map(jnp.asarray, CASE_11)
-    dw_down = jax.jit(jax.grad(lambda w_down: reduce(op(*arrays, w_down)[:, 0])))(w_down)
+
+    def loss(w_down: Array) -> Array:
+        return reduce(op(*arrays, w_down)[:, 0])
+
+    dw_down = jax.jit(jax.grad(loss))(w_down)
     assert dw_down[0, 0, 0] == right
 
 
-@pytest.mark.parametrize(("reduce", "right"), [(jax.lax.psum, 256), (jax.lax.pmean, 256)])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("reduce", [jax.lax.psum, jax.lax.pmean])
 def test_11_gradients_taken_inside_shard_map(
-    num_ranks: int, reduce: Callable[[Array, str], Array], right: float
+    reduce: Callable[[Array, str], Array], num_ranks: int
 ) -> None:
     """pytorch/pytorch #160285, the loss reduced over the ranks by hand; pmean divides by R."""
+    op = layer.bind(axis_name="expert")
 
     def gradient(*arrays: Array) -> Array:
-        *rest, w_down = arrays
-
         def loss(w_down: Array) -> Array:
-            y = mega_moe(*rest, w_down, axis_name="expert")
+            y = op(*arrays[:5], w_down)
             return reduce(jnp.sum(y[:, 0]), "expert")
 
-        return jax.grad(loss)(w_down)
+        return jax.grad(loss)(arrays[5])
 
     spec = PartitionSpec("expert")
     mesh = layer.expert_mesh(num_ranks)
     run = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=spec, out_specs=spec))
     dw_down = run(*CASE_11[:6])
-    assert dw_down[0, 0, 0] == (right if reduce is jax.lax.psum else right / num_ranks)
+    assert dw_down[0, 0, 0] == (256 if reduce is jax.lax.psum else 256 / num_ranks)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -107,7 +110,7 @@ def test_13_router_weights_get_their_own_gradients(
     ids: list[int], weights: list[float], right: list[float], dtype: np.dtype
 ) -> None:
     """deepspeedai/DeepSpeed PR #8213: none or the average; also a slot of weight 0 has its own."""
-    batch = cases.oracle(np.int32([ids] * 2), weights, num_experts=4, dtype=dtype)
+    batch = cases.oracle(np.array([ids] * 2, np.int32), weights, num_experts=4, dtype=dtype)
     found = layer.run(batch)
     compare.assert_exact(found.dw, [right] * 2)
     assert found.dw.dtype == dtype
@@ -117,7 +120,7 @@ def test_14_every_microbatch_reaches_the_accumulated_gradient() -> None:
     """AMD-AGI/Primus PR #1046: a scan over 4 microbatches equals one batch of 128 tokens."""
     ids = np.repeat(np.arange(4, dtype=np.int32), 32)[:, None]
     one = cases.oracle(ids, 1.0, num_experts=4)
-    run = layer.results_and_pullback(mega_moe)
+    run = layer.results_and_pullback(layer.bind())
     weights = one[3:6]
 
     def step(sums: tuple[Array, ...], microbatch: tuple[Array, ...]) -> tuple[Any, None]:
@@ -138,7 +141,7 @@ def test_18_donated_arguments_change_nothing(x_first: bool) -> None:
     """jax-ml/jax #39625: wrong results from donation, depending on the order of the outputs."""
     ids = ROUTINGS["distinct"](tokens=32, choices=4, experts=16)
     x, expert_idx, w, *weights, dy = cases.normal(ids, num_experts=16)
-    run = layer.results_and_pullback(functools.partial(mega_moe, precision="float32"))
+    run = layer.results_and_pullback(layer.bind(precision="float32"))
 
     def step(weights: list[Array], x: Array) -> tuple[Any, Any]:
         found = run(x, expert_idx, w, *weights, dy)
@@ -179,7 +182,7 @@ def _run_with_fault(monkeypatch: Any, batch: cases.Batch, fault: str) -> cases.R
         return change(dims, *backward(dy, x, ids, *rest, dims=dims, **how))
 
     monkeypatch.setattr(reference, "backward", faulty)
-    run = layer.results_and_pullback(functools.partial(mega_moe, precision="float32"))
+    run = layer.results_and_pullback(layer.bind(precision="float32"))
     return cases.Results(*map(np.asarray, jax.jit(run)(*batch)))
 
 

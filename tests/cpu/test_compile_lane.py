@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-LANE_PATH = Path(__file__).resolve().parents[2] / "cuda" / "compile_lane.py"
-_SPEC = importlib.util.spec_from_file_location("compile_lane", LANE_PATH)
+ROOT = Path(__file__).resolve().parents[2]
+_SPEC = importlib.util.spec_from_file_location("compile_lane", ROOT / "cuda" / "compile_lane.py")
 assert _SPEC and _SPEC.loader
 lane = importlib.util.module_from_spec(_SPEC)
 sys.modules["compile_lane"] = lane  # dataclasses look their module up
@@ -79,6 +79,13 @@ ARRIVE_INJECTED = (
     "use of registers in GMMA in function '_Z6scalePf'\n" + CLEAN
 )
 
+CMAKE = """\
+set(CMAKE_CUDA_STANDARD 17)
+target_compile_options(kernels PRIVATE
+  $<$<COMPILE_LANGUAGE:CUDA>:-lineinfo -DX=1>
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall>)
+"""
+
 
 def test_clean_output_is_read_whole_and_passes() -> None:
     report = lane.parse(CLEAN)
@@ -122,6 +129,18 @@ def test_other_remarks_are_kept_and_pass(code: int) -> None:
     assert lane.findings(report) == []
 
 
+def test_flags_are_those_of_the_build() -> None:
+    flags = lane.build_flags((ROOT / "CMakeLists.txt").read_text())
+    assert "-gencode=arch=compute_90a,code=sm_90a" in flags
+    assert lane.build_flags(CMAKE) == ["-std=c++17", "-O3", "-DNDEBUG", "-lineinfo", "-DX=1"]
+
+
+@pytest.mark.parametrize("lost", ["CUDA>", "CMAKE_CUDA_STANDARD"])
+def test_flags_that_are_not_found_are_an_error(lost: str) -> None:
+    with pytest.raises(ValueError, match=r"CMakeLists\.txt states no CUDA"):
+        lane.build_flags(CMAKE.replace(lost, ""))
+
+
 def test_table_has_one_line_per_kernel() -> None:
     lines = lane.table(lane.parse(CLEAN).functions, {"_Z4copyPf": "copy"}).splitlines()
     assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:]] == [
@@ -139,24 +158,29 @@ def _fake_nvcc(folder: Path, output: str, status: int) -> str:
     return str(script)
 
 
+@pytest.fixture
+def cuda_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cuda/ of a project whose CMakeLists.txt is CMAKE."""
+    (tmp_path / "CMakeLists.txt").write_text(CMAKE)
+    folder = tmp_path / "cuda"
+    folder.mkdir()
+    monkeypatch.setattr(lane, "CUDA_DIR", folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("output", "nvcc_status", "lane_status"),
     [(CLEAN, 0, 0), (STACK_FRAME, 0, 1), (SETMAXNREG_IGNORED, 0, 1), (CLEAN, 2, 1), ("", 0, 1)],
 )
 def test_exit_status(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    output: str,
-    nvcc_status: int,
-    lane_status: int,
+    cuda_dir: Path, tmp_path: Path, output: str, nvcc_status: int, lane_status: int
 ) -> None:
-    (tmp_path / "kernel.cu").write_text("__global__ void scale(float*);\n")
-    monkeypatch.setattr(lane, "CUDA_DIR", tmp_path)
+    (cuda_dir / "kernel.cu").write_text("__global__ void scale(float*);\n")
     assert lane.main(["--nvcc", _fake_nvcc(tmp_path, output, nvcc_status)]) == lane_status
 
 
-def test_no_source_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "CUDA_DIR", tmp_path)
+@pytest.mark.usefixtures("cuda_dir")
+def test_no_source_fails(tmp_path: Path) -> None:
     assert lane.main(["--nvcc", _fake_nvcc(tmp_path, CLEAN, 0)]) == 1
 
 

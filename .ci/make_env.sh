@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv hold exactly what a lock lists:  tools/make_env.sh requirements/cpu.txt
+# Makes .venv hold exactly what a lock lists:  .ci/make_env.sh .ci/locks/cpu.txt
 #
 # Quick and silent when it already does. .venv/ready names the lock that was installed and is written
 # last, so an environment that is outdated, half installed or whose Python is gone is made anew.
@@ -49,6 +49,6 @@ fi
 
 echo "Making .venv from $lock with $("$python" --version)"
 "$python" -m venv --clear .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-input \
   --require-hashes --only-binary :all: --requirement "$lock"
 printf '%s\n' "$wanted" >.venv/ready

@@ -1,0 +1,274 @@
+// The plan of one rank: counts -> first rows -> slots and items. jax_megamoe/plan.py specifies it.
+//
+// Two kernels, so that the second sees the counts of every chunk:
+//   CountRoutes  each block counts the routes of its chunk of slots per local expert.
+//   PlaceRoutes  each block adds up the counts of all chunks and of those before its own, places
+//                the routes of its chunk with a stable in-block sort, and writes a share of the
+//                lists (items, pads, tails).
+// Atomics only add integers in shared memory, whose order cannot show.
+#include "plan/layout.cuh"
+#include "plan/plan.h"
+
+namespace megamoe::plan {
+namespace {
+
+struct Route {
+  int expert;       // local expert, -1 for no local route
+  bool last_local;  // the last pool row of its token
+};
+
+// Any id outside [0, E), however far, lands outside [0, E/R) in unsigned arithmetic.
+__device__ int LocalExpert(const PlanProblem& p, int32_t id) {
+  const unsigned experts = p.dims.experts_per_rank();
+  const unsigned local = static_cast<unsigned>(id) - p.rank * experts;
+  return local < experts ? static_cast<int>(local) : -1;
+}
+
+__device__ Route ReadRoute(const PlanProblem& p, const int32_t* expert_idx, int slot) {
+  const int k = slot % p.dims.K;
+  const int32_t* token = expert_idx + (slot - k);
+  const int expert = LocalExpert(p, __ldg(token + k));
+  // The last row of a token is that of its highest expert, of the highest choice among equals. No
+  // branches: the loads of the token's ids stay independent.
+  bool last = expert >= 0;
+#pragma unroll 8
+  for (int j = 0; j < p.dims.K; ++j) {
+    const int other = LocalExpert(p, __ldg(token + j));
+    last &= other < expert + (j <= k);
+  }
+  return {expert, last};
+}
+
+// The slots [first, end) of a chunk.
+struct Range {
+  int first, end;
+};
+__device__ Range ChunkSlots(const RoutingDims& d, const PlanChunks& chunks, int chunk) {
+  const int source = chunk / chunks.per_source;
+  const int per_source = d.T * d.K;
+  const int first = (chunk - source * chunks.per_source) * chunks.slots;
+  return {source * per_source + first, source * per_source + min(first + chunks.slots, per_source)};
+}
+
+__global__ __launch_bounds__(kThreads, 1) void CountRoutes(PlanProblem p, PlanChunks chunks,
+                                                           const int32_t* expert_idx,
+                                                           uint32_t* chunk_counts) {
+  __shared__ uint32_t counts[kMaxExperts];
+  const int experts = p.dims.experts_per_rank();
+  if (threadIdx.x < experts) counts[threadIdx.x] = 0;
+  __syncthreads();
+  const Range slots = ChunkSlots(p.dims, chunks, blockIdx.x);
+  for (int slot = slots.first + threadIdx.x; slot < slots.end; slot += kThreads) {
+    const Route route = ReadRoute(p, expert_idx, slot);
+    if (route.expert >= 0) {
+      atomicAdd(&counts[route.expert], 1u | static_cast<uint32_t>(route.last_local) << kTokenShift);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < experts) chunk_counts[blockIdx.x * experts + threadIdx.x] = counts[threadIdx.x];
+}
+
+// Replaces the counts of the warps, [kWarps][experts], by those of the warps before; returns the
+// sum of a column to the thread of its expert. Counts of one round are at most kThreads: 16 bits.
+__device__ uint32_t ScanWarpCounts(uint32_t* warp_counts, int experts) {
+  if (threadIdx.x >= experts) return 0;
+  constexpr int kBatch = 8;  // loads in flight
+  uint32_t* column = warp_counts + threadIdx.x;
+  uint32_t sum = 0;
+  for (int warp = 0; warp < kWarps; warp += kBatch) {
+    uint32_t counts[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) counts[i] = column[(warp + i) * experts];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      column[(warp + i) * experts] = sum;
+      sum += counts[i];
+    }
+  }
+  return sum;
+}
+
+// Places the routes of a chunk in slot order: a stable counting sort, kThreads slots a round.
+__device__ void PlaceChunk(const PlanProblem& p, Range slots, const int32_t* expert_idx,
+                           const PlanArrays& out, Layout& layout, uint32_t* warp_counts) {
+  const int experts = p.dims.experts_per_rank();
+  const int warp = threadIdx.x / 32;
+  const unsigned lanes_before = (1u << threadIdx.x % 32) - 1;
+  for (int round = slots.first; round < slots.end; round += kThreads) {
+    for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) warp_counts[i] = 0;
+    __syncthreads();
+    const int slot = round + threadIdx.x;
+    Route route = {-1, false};
+    if (slot < slots.end) route = ReadRoute(p, expert_idx, slot);
+    const unsigned same = __match_any_sync(kAllLanes, route.expert);
+    const unsigned same_last = same & __ballot_sync(kAllLanes, route.last_local);
+    uint32_t* warp_count = warp_counts + warp * experts + route.expert;
+    if (route.expert >= 0 && (same & lanes_before) == 0) {
+      *warp_count = __popc(same) | __popc(same_last) << kTokenShift;
+    }
+    __syncthreads();
+    const Count round_count = Unpack(ScanWarpCounts(warp_counts, experts));
+    __syncthreads();
+    if (route.expert >= 0) {
+      const Count before = Unpack(*warp_count);
+      const Count next = layout.next[route.expert];
+      const int row = next.rows + before.rows + __popc(same & lanes_before);
+      out.slot_row[slot] = row;
+      out.row_slot[row] = slot;
+      if (route.last_local) {
+        const int place = next.tokens + before.tokens + __popc(same_last & lanes_before);
+        out.token_order[place] = slot / p.dims.K;
+      }
+    } else if (slot < slots.end) {
+      out.slot_row[slot] = -1;
+    }
+    __syncthreads();
+    if (threadIdx.x < experts) {
+      layout.next[threadIdx.x].rows += round_count.rows;
+      layout.next[threadIdx.x].tokens += round_count.tokens;
+    }
+  }
+}
+
+// Items of step `step` of the experts before `expert`.
+__device__ int ItemsBefore(const PlanStep& step, const Layout& layout, int expert) {
+  const int columns =
+      step.tiles_m == kTokenTiles ? layout.tile_start[expert] : expert * step.tiles_m;
+  return columns * step.tiles_n;
+}
+
+// Before (step s, expert e) come the (s', e') of an earlier band, e' + lag' < e + lag, and those of
+// the same band with s' < s.
+__device__ int FirstItem(const PlanProblem& p, const Layout& layout, int s, int e) {
+  const int experts = p.dims.experts_per_rank();
+  int sum = 0;
+  for (int other = 0; other < p.num_steps; ++other) {
+    const int end = e + p.steps[s].lag - p.steps[other].lag + (other < s);
+    sum += ItemsBefore(p.steps[other], layout, max(0, min(end, experts)));
+  }
+  return sum;
+}
+
+// A warp writes the M-tiles of one (expert, step, n).
+__device__ void ListItems(const PlanProblem& p, const Layout& layout, Item* items) {
+  int columns = 0;
+  for (int s = 0; s < p.num_steps; ++s) columns += p.steps[s].tiles_n;
+  const int all_columns = columns * p.dims.experts_per_rank();
+  const int warp = (blockIdx.x * kThreads + threadIdx.x) / 32;
+  for (int column = warp; column < all_columns; column += gridDim.x * kWarps) {
+    const int expert = column / columns;
+    int n = column - expert * columns;
+    int s = 0;
+    for (; n >= p.steps[s].tiles_n; ++s) n -= p.steps[s].tiles_n;
+    const bool token_tiles = p.steps[s].tiles_m == kTokenTiles;
+    const int first_m = token_tiles ? layout.tile_start[expert] : 0;
+    const int tiles_m = token_tiles ? layout.tile_start[expert + 1] - first_m : p.steps[s].tiles_m;
+    Item* column_items = items + FirstItem(p, layout, s, expert) + n * tiles_m;
+    for (int m = threadIdx.x % 32; m < tiles_m; m += 32)
+      column_items[m] = {s, expert, first_m + m, n};
+  }
+}
+
+// Writes -1 to array[first, end), with the whole grid.
+__device__ void FillTail(int32_t* array, int64_t first, int64_t end) {
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = first + blockIdx.x * kThreads + threadIdx.x; i < end; i += step) array[i] = -1;
+}
+
+struct Ends {
+  int64_t row_slot, items, token_order;  // int32 elements of the arrays with a tail
+};
+
+__device__ void WriteLists(const PlanProblem& p, const PlanChunks& chunks, const Ends& ends,
+                           const PlanArrays& out, Layout& layout) {
+  const int experts = p.dims.experts_per_rank();
+  int num_items = 0;
+  for (int s = 0; s < p.num_steps; ++s) num_items += ItemsBefore(p.steps[s], layout, experts);
+  ListItems(p, layout, out.items);
+  FillTail(reinterpret_cast<int32_t*>(out.items), int64_t{num_items} * 4, ends.items);
+  FillTail(out.row_slot, int64_t{layout.tile_start[experts]} * kTileRows, ends.row_slot);
+  FillTail(out.token_order, layout.token_start[experts], ends.token_order);
+
+  const int warp = (blockIdx.x * kThreads + threadIdx.x) / 32;
+  for (int e = warp; e < experts; e += gridDim.x * kWarps) {
+    const int end = layout.tile_start[e + 1] * kTileRows;
+    const int first_pad = layout.tile_start[e] * kTileRows + layout.total[e].rows;
+    for (int row = first_pad + threadIdx.x % 32; row < end; row += 32) out.row_slot[row] = -1;
+  }
+  if (blockIdx.x == 0) {
+    for (int e = threadIdx.x; e <= experts; e += kThreads) {
+      out.expert_start[e] = layout.tile_start[e] * kTileRows;
+    }
+    if (threadIdx.x == 0) {
+      out.totals[0] = num_items;
+      out.totals[1] = layout.token_start[experts];
+    }
+  }
+  if (blockIdx.x < p.dims.R) {  // one source each; layout.next is free now
+    __syncthreads();
+    if (threadIdx.x < experts) layout.next[threadIdx.x] = {0, 0};
+    __syncthreads();
+    const int first = blockIdx.x * chunks.per_source;
+    AddChunks(out.chunk_counts, experts, first, first + chunks.per_source, layout.next);
+    __syncthreads();
+    if (threadIdx.x < experts) {
+      out.counts[blockIdx.x * experts + threadIdx.x] = layout.next[threadIdx.x].rows;
+    }
+  }
+}
+
+__global__ __launch_bounds__(kThreads, 1) void PlaceRoutes(PlanProblem p, PlanChunks chunks,
+                                                           Ends ends, const int32_t* expert_idx,
+                                                           PlanArrays out) {
+  __shared__ Layout layout;
+  extern __shared__ uint32_t warp_counts[];  // [kWarps][E/R]
+  const int num_chunks = p.dims.R * chunks.per_source;
+  MakeLayout(out.chunk_counts, p.dims.experts_per_rank(), num_chunks, blockIdx.x, layout);
+  if (blockIdx.x < num_chunks) {
+    PlaceChunk(p, ChunkSlots(p.dims, chunks, blockIdx.x), expert_idx, out, layout, warp_counts);
+  }
+  WriteLists(p, chunks, ends, out, layout);
+}
+
+constexpr int WarpCountsBytes(int experts) { return kWarps * experts * sizeof(uint32_t); }
+
+cudaLaunchConfig_t LaunchConfig(cudaStream_t stream, int blocks, int shared_bytes) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  return config;
+}
+
+}  // namespace
+
+CudaStatus Load() {
+  cudaFuncAttributes attributes;
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, CountRoutes));
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
+      PlaceRoutes, cudaFuncAttributeMaxDynamicSharedMemorySize, WarpCountsBytes(kMaxExperts)));
+  return {};
+}
+
+CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t* expert_idx,
+                  const PlanArrays& arrays) {
+  const PlanChunks chunks = ChunksOf(problem.dims);
+  const int num_chunks = problem.dims.R * chunks.per_source;
+  if (num_chunks > 0) {
+    const cudaLaunchConfig_t config = LaunchConfig(stream, num_chunks, 0);
+    MEGAMOE_RETURN_IF_CUDA_ERROR(
+        cudaLaunchKernelEx(&config, CountRoutes, problem, chunks, expert_idx, arrays.chunk_counts));
+  }
+  const auto fields = PlanFields(problem);
+  const Ends ends = {fields[3].elements, fields[4].elements, fields[5].elements};
+  const int blocks =
+      num_chunks > PlanChunks::kWantedChunks ? num_chunks : PlanChunks::kWantedChunks;
+  const cudaLaunchConfig_t config =
+      LaunchConfig(stream, blocks, WarpCountsBytes(problem.dims.experts_per_rank()));
+  MEGAMOE_RETURN_IF_CUDA_ERROR(
+      cudaLaunchKernelEx(&config, PlaceRoutes, problem, chunks, ends, expert_idx, arrays));
+  return {};
+}
+
+}  // namespace megamoe::plan

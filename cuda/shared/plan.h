@@ -1,0 +1,98 @@
+// What the plan kernel takes and writes. jax_megamoe/plan.py is the specification: it says what
+// each array holds and in which order; this header says how large the arrays are.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "shared/problem.h"
+
+namespace megamoe {
+
+// Limits; jax_megamoe/plan.py holds the same values.
+constexpr int kMaxChoices = 32;
+constexpr int kMaxExperts = 512;
+constexpr int kMaxSteps = 4;
+
+// One GEMM of a kernel as the queue sees it.
+struct PlanStep {
+  int tiles_m;  // M-tiles of an expert; kTokenTiles: one per kTileRows pool rows of the expert
+  int tiles_n;  // N-tiles of an expert
+  int lag;      // experts the step stays behind a step of lag 0
+};
+constexpr int kTokenTiles = 0;
+
+struct PlanProblem {
+  RoutingDims dims;
+  int rank;
+  int num_steps;
+  PlanStep steps[kMaxSteps];
+};
+
+struct alignas(16) Item {
+  int32_t step, expert, m, n;
+};
+
+// Device pointers; every element of every array is written by each call.
+struct PlanArrays {
+  int32_t* counts;         // [R, E/R]
+  int32_t* expert_start;   // [E/R + 1]
+  int32_t* slot_row;       // [R, T, K]
+  int32_t* row_slot;       // [P]
+  Item* items;             // [N, 4]
+  int32_t* token_order;    // [R*T]
+  int32_t* totals;         // [2]: items, tokens
+  uint32_t* chunk_counts;  // [chunks, E/R]: scratch between the two kernels
+};
+
+// The slots of a source are cut into chunks, one per block; a chunk never spans two sources, so
+// that counts per source are sums of chunks. One wave of blocks, unless a count of a chunk would
+// outgrow the 16 bits it has in chunk_counts.
+struct PlanChunks {
+  static constexpr int kBlockSlots = 1024;  // slots a block takes at a time
+  static constexpr int kWantedChunks = 128;
+  static constexpr int64_t kMaxSlots = 32 * kBlockSlots;
+
+  int slots;       // of a chunk, the last one of a source excepted
+  int per_source;  // chunks of one source
+};
+
+inline PlanChunks ChunksOf(const RoutingDims& d) {
+  const int64_t per_source = int64_t{d.T} * d.K;
+  const int64_t wanted = d.R * per_source / PlanChunks::kWantedChunks;
+  int64_t slots = (wanted + PlanChunks::kBlockSlots - 1) / PlanChunks::kBlockSlots;
+  slots = slots * PlanChunks::kBlockSlots;
+  if (slots < PlanChunks::kBlockSlots) slots = PlanChunks::kBlockSlots;
+  if (slots > PlanChunks::kMaxSlots) slots = PlanChunks::kMaxSlots;
+  return {static_cast<int>(slots), static_cast<int>((per_source + slots - 1) / slots)};
+}
+
+struct PlanField {
+  const char* name;
+  int64_t elements;
+};
+
+// Fields in the order of PlanArrays and of the results of the FFI call, with their int32 elements.
+inline std::array<PlanField, 8> PlanFields(const PlanProblem& p) {
+  const RoutingDims& d = p.dims;
+  const int64_t experts = d.experts_per_rank();
+  const int64_t routes = int64_t{d.R} * d.T * d.K;
+  // All routes local, and as many experts with one row in their last tile as there can be.
+  const int64_t tiles = routes < experts ? routes : experts + (routes - experts) / kTileRows;
+  int64_t items = 0;
+  for (int s = 0; s < p.num_steps; ++s) {
+    const PlanStep& step = p.steps[s];
+    const int64_t columns = step.tiles_m == kTokenTiles ? tiles : experts * step.tiles_m;
+    items += columns * step.tiles_n;
+  }
+  return {{{"counts", d.R * experts},
+           {"expert_start", experts + 1},
+           {"slot_row", routes},
+           {"row_slot", tiles * kTileRows},
+           {"items", items * 4},
+           {"token_order", int64_t{d.R} * d.T},
+           {"totals", 2},
+           {"chunk_counts", int64_t{d.R} * ChunksOf(d).per_source * experts}}};
+}
+
+}  // namespace megamoe

@@ -1,0 +1,134 @@
+"""The custom calls lower for CUDA on a machine without one, with or without the extension."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jax_megamoe import _ffi
+from jax_megamoe.config import Dims, MegaMoEConfig
+from jax_megamoe.plan import forward_steps
+
+DIMS = Dims(T=16, K=2, E=8, R=1, H=64, I=32)
+
+
+def operand_types(dims: Dims) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """x, expert_idx, expert_weight, w_gate, w_up, w_down of one rank."""
+    experts = dims.experts_per_rank
+    wide, narrow = (experts, dims.H, dims.I), (experts, dims.I, dims.H)
+    types = (
+        ((dims.T, dims.H), jnp.bfloat16),
+        ((dims.T, dims.K), jnp.int32),
+        ((dims.T, dims.K), jnp.float32),
+        (wide, jnp.bfloat16),
+        (wide, jnp.bfloat16),
+        (narrow, jnp.bfloat16),
+    )
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types)
+
+
+def lowered(function, *types: jax.ShapeDtypeStruct) -> str:
+    return jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_forward_lowers_to_one_custom_call_with_its_dimensions() -> None:
+    types = operand_types(DIMS)
+
+    def forward(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _ffi.forward_call(*operands, dims=DIMS, config=MegaMoEConfig(), axis_name=None)
+
+    y, counts = jax.eval_shape(forward, *types)
+    assert (y.shape, y.dtype) == ((DIMS.T, DIMS.H), jnp.bfloat16)
+    assert (counts.shape, counts.dtype) == ((DIMS.E,), jnp.int32)
+    text = lowered(forward, *types)
+    assert text.count("@jax_megamoe_forward") == 1
+    for name in ("T", "K", "E", "R", "H", "I"):
+        assert f"{name} = {getattr(DIMS, name)} : i64" in text
+    assert 'precision = "bf16"' in text and "has_side_effect" not in text
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_backward_returns_weight_gradients_only_when_asked(trainable: bool) -> None:
+    config = MegaMoEConfig(trainable_experts=trainable)
+    types = operand_types(DIMS)
+
+    def backward(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return _ffi.backward_call(*operands, dims=DIMS, config=config, axis_name=None)
+
+    shapes = [(r.shape, str(r.dtype)) for r in jax.eval_shape(backward, types[0], *types)]
+    want = [(types[0].shape, "bfloat16"), (types[2].shape, "float32")]
+    want += [(t.shape, "float32") for t in types[3:] if trainable]
+    assert shapes == want
+    assert lowered(backward, types[0], *types).count("@jax_megamoe_backward") == 1
+
+
+@pytest.mark.parametrize("axis", ["expert", "data", ("data", "expert")])
+def test_rank_groups_follow_the_mesh(axis: str | tuple[str, ...]) -> None:
+    mesh = jax.sharding.AbstractMesh(
+        (2, 4), ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Auto)
+    )
+    groups = {
+        "expert": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "data": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        ("data", "expert"): [[0, 1, 2, 3, 4, 5, 6, 7]],
+    }[axis]
+    dims = Dims(T=16, K=2, E=8, R=len(groups[0]), H=64, I=32)
+
+    def forward(*operands: jax.Array) -> jax.Array:
+        return _ffi.forward_call(*operands, dims=dims, config=MegaMoEConfig(), axis_name=axis)[0]
+
+    sharded = jax.shard_map(
+        forward,
+        mesh=mesh,
+        in_specs=PartitionSpec(mesh.axis_names),
+        out_specs=PartitionSpec(mesh.axis_names),
+    )
+    types = [
+        jax.ShapeDtypeStruct((8 * t.shape[0], *t.shape[1:]), t.dtype) for t in operand_types(dims)
+    ]
+    text = lowered(sharded, *types)
+    flat = ", ".join(str(i) for group in groups for i in group)
+    assert f"groups = dense<[{flat}]>" in text
+
+
+def test_calls_lower_and_the_plan_says_why_it_cannot_run_without_the_extension() -> None:
+    """In a fresh process where the extension cannot be imported."""
+    code = """
+import sys
+sys.modules["jax_megamoe._cuda"] = None
+import jax
+from tests.cpu import test_ffi as t
+t.test_forward_lowers_to_one_custom_call_with_its_dimensions()
+try:
+    t._ffi.plan(jax.numpy.zeros((1, 16, 2), "int32"), t.DIMS, 0, t.forward_steps(t.DIMS))
+except RuntimeError as error:
+    assert "not in this installation" in str(error), error
+else:
+    raise SystemExit("the plan ran")
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_import_and_registration_create_no_cuda_context() -> None:
+    code = """
+from jax_megamoe import _ffi
+_ffi.register()
+maps = open("/proc/self/maps").read()
+assert "libcuda.so" not in maps, "the CUDA driver was loaded"
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_plan_refuses_too_many_choices_by_name() -> None:
+    dims = Dims(T=16, K=40, E=8, R=1, H=64, I=32)
+    with pytest.raises(ValueError, match="K = 40"):
+        _ffi.plan(jnp.asarray(np.zeros((1, 16, 40), np.int32)), dims, 0, forward_steps(dims))

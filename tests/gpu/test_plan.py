@@ -1,0 +1,143 @@
+"""The plan kernel equals its NumPy twin bitwise, and proves the rules of a plan on its own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_megamoe import _ffi
+from jax_megamoe.config import (
+    MAX_CHOICES,
+    MAX_EXPERTS,
+    RANK_COUNTS,
+    Dims,
+    MegaMoEConfig,
+)
+from jax_megamoe.plan import (
+    Plan,
+    Step,
+    backward_steps,
+    forward_steps,
+    make_plan,
+)
+from jax_megamoe.plan_check import check_plan
+
+pytestmark = pytest.mark.gpu
+
+NUM_ROUTINGS = 200
+INVALID_IDS = (-1, -(2**31), 2**31 - 1)
+GARBAGE = 0x7B7B7B7B
+
+
+def random_dims(rng: np.random.Generator) -> Dims:
+    ranks = int(rng.choice(RANK_COUNTS))
+    tokens = int(rng.choice([0, 1, int(rng.integers(2, 130)), int(rng.integers(130, 3000))]))
+    choices = int(rng.choice([1, 2, 8, int(rng.integers(1, MAX_CHOICES + 1))]))
+    per_rank = int(rng.choice([1, int(rng.integers(1, 17)), MAX_EXPERTS // ranks]))
+    hidden = int(rng.choice([256, 700, 2048]))
+    return Dims(T=tokens, K=choices, E=ranks * per_rank, R=ranks, H=hidden, I=3 * hidden // 8)
+
+
+def random_routing(rng: np.random.Generator, dims: Dims) -> np.ndarray:
+    """int32 [R, T, K]: even, skewed, one expert for all, a few experts; some ids invalid."""
+    shape = (dims.R, dims.T, dims.K)
+    few = rng.integers(0, dims.E, 3)
+    idx = (
+        rng.integers(0, dims.E, shape),
+        np.minimum(rng.geometric(0.2, shape) - 1, dims.E - 1),
+        np.full(shape, rng.integers(dims.E)),
+        rng.choice(few, shape),
+    )[rng.integers(4)]
+    invalid = rng.choice([0.0, 0.0, 0.3, 1.0])
+    bad = rng.choice((*INVALID_IDS, dims.E), shape)
+    return np.where(rng.random(shape) < invalid, bad, idx).astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("dims", "rank", "steps"))
+def jitted_plan(expert_idx: jax.Array, *, dims: Dims, rank: int, steps: tuple[Step, ...]) -> Plan:
+    return _ffi.plan(expert_idx, dims, rank, steps)
+
+
+def dirty_memory(num_bytes: int) -> None:
+    """Leaves freed device memory full of garbage, for the next call's results and scratch."""
+    jnp.full(max(num_bytes // 4, 1), GARBAGE, jnp.int32).block_until_ready().delete()
+
+
+def kernel_plan(idx: np.ndarray, dims: Dims, rank: int, steps: tuple[Step, ...]) -> Plan:
+    plan = jitted_plan(jnp.asarray(idx), dims=dims, rank=rank, steps=steps)
+    return Plan(*(np.asarray(a) for a in plan))
+
+
+@pytest.mark.parametrize("seed", range(NUM_ROUTINGS))
+def test_kernel_equals_twin(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    dims = random_dims(rng)
+    rank = int(rng.integers(dims.R))
+    steps = backward_steps(dims) if rng.random() < 0.5 else forward_steps(dims)
+    idx = random_routing(rng, dims)
+    want = make_plan(idx, dims, rank, steps)
+    dirty_memory(4 * sum(a.nbytes for a in want))
+    got = kernel_plan(idx, dims, rank, steps)
+    for name, g, w in zip(Plan._fields, got, want, strict=True):
+        np.testing.assert_array_equal(g, w, err_msg=f"{name}, rank {rank} of {dims}")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernel_equals_twin_at_the_benchmark_shape(backward: bool) -> None:
+    dims = Dims(T=16384, K=8, E=128, R=1, H=2048, I=768)
+    steps = backward_steps(dims) if backward else forward_steps(dims)
+    scores = np.random.default_rng(0).random((1, dims.T, dims.E), np.float32)
+    idx = np.argpartition(scores, dims.K, axis=-1)[..., : dims.K].astype(np.int32)
+    got = kernel_plan(idx, dims, 0, steps)
+    for name, g, w in zip(Plan._fields, got, make_plan(idx, dims, 0, steps), strict=True):
+        np.testing.assert_array_equal(g, w, err_msg=name)
+    check_plan(got, idx, dims, 0, steps)
+
+
+def test_repeated_calls_are_bitwise_equal_and_leave_nothing_behind() -> None:
+    """Two routings in turn: neither sees anything of the other."""
+    dims = Dims(T=3000, K=8, E=64, R=2, H=512, I=256)
+    steps = forward_steps(dims)
+    rng = np.random.default_rng(1)
+    busy = rng.integers(-1, dims.E, (2, dims.T, dims.K)).astype(np.int32)
+    routings = [busy, np.full_like(busy, -1)]
+    want = [make_plan(idx, dims, 1, steps) for idx in routings]
+    for i in range(20):
+        got = kernel_plan(routings[i % 2], dims, 1, steps)
+        for name, g, w in zip(Plan._fields, got, want[i % 2], strict=True):
+            np.testing.assert_array_equal(g, w, err_msg=f"{name}, call {i}")
+
+
+def test_plan_runs_inside_a_larger_jit() -> None:
+    dims = Dims(T=500, K=2, E=16, R=1, H=256, I=128)
+    steps = forward_steps(dims)
+
+    @jax.jit
+    def rows_per_expert(idx: jax.Array) -> jax.Array:
+        return _ffi.plan(jnp.flip(idx, axis=1), dims, 0, steps).counts.sum(axis=0)
+
+    idx = np.random.default_rng(2).integers(0, dims.E, (1, dims.T, dims.K)).astype(np.int32)
+    want = np.bincount(idx.reshape(-1), minlength=dims.E)
+    np.testing.assert_array_equal(np.asarray(rows_per_expert(jnp.asarray(idx))), want)
+
+
+@pytest.mark.parametrize("call", ["forward", "backward"])
+def test_missing_kernels_are_refused_before_any_launch(call: str) -> None:
+    dims = Dims(T=16, K=2, E=4, R=1, H=256, I=128)
+    x = jnp.zeros((dims.T, dims.H), jnp.bfloat16)
+    idx = jnp.zeros((dims.T, dims.K), jnp.int32)
+    weight = jnp.zeros((dims.T, dims.K), jnp.float32)
+    wide = jnp.zeros((dims.E, dims.H, dims.I), jnp.bfloat16)
+    narrow = jnp.zeros((dims.E, dims.I, dims.H), jnp.bfloat16)
+    static = {"dims": dims, "config": MegaMoEConfig(), "axis_name": None}
+    operands = (x, idx, weight, wide, wide, narrow)
+    with pytest.raises(jax.errors.JaxRuntimeError, match='UNIMPLEMENTED.*backend="reference"'):
+        if call == "forward":
+            jax.block_until_ready(jax.jit(lambda *a: _ffi.forward_call(*a, **static))(*operands))
+        else:
+            jax.block_until_ready(
+                jax.jit(lambda *a: _ffi.backward_call(*a, **static))(x, *operands)
+            )
+    assert int(jnp.sum(idx + 1)) == dims.T * dims.K
