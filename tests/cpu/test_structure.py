@@ -39,7 +39,7 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "validation": {"config"},
     "_guard": {"config"},
-    "_ids": {"config"},
+    "_ids": set(),
     "plan": {"config"},
     "plan_check": {"config", "plan"},
     "reference": {"config"},
