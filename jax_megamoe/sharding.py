@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax_megamoe._ids import canonical_ids, checked
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.ops import ArrayLike, apply, vary_alike
-from jax_megamoe.validation import check_sharded_call
+from jax_megamoe.validation import check_sharded_call, make_config
 
 Array = jax.Array
 
@@ -55,7 +55,7 @@ def sharded_mega_moe(
       TypeError, ValueError: while tracing, as `mega_moe`, and for a mesh or an axis that does not
         fit.
     """
-    config = MegaMoEConfig(**options)
+    config = make_config("sharded_mega_moe", options)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     arrays = (x, expert_idx, expert_weight, w_gate, w_up, w_down)
     free_data_axes = check_sharded_call(
