@@ -134,6 +134,39 @@ def test_nan_reaches_only_what_depends_on_it(
             assert lost == ([4] if (array, name) == ("w_down", "dw_down") else []), name
 
 
+@functools.cache
+def _bf16_of_float32_data() -> tuple[cases.Batch, cases.Results]:
+    """Data that bf16 does not hold, and the reference's results in precision "bf16"."""
+    ids = ROUTINGS["duplicates"](tokens=64, choices=K, experts=E)
+    batch = cases.normal(ids, num_experts=E, hidden=64, intermediate=32)
+    third = F32.type(1 / 3)
+    scaled = {
+        name: getattr(batch, name) * third for name in ("x", "w_gate", "w_up", "w_down", "dy")
+    }
+    batch = batch._replace(**scaled)
+    return batch, layer.run(batch, precision="bf16")
+
+
+def _error_of_twin(rounded: tuple[str, ...]) -> dict[str, float]:
+    """The relative root mean square deviation of float64 with those roundings, for each result."""
+    batch, found = _bf16_of_float32_data()
+    errors = compare.errors(found, cases.dense(batch, rounded))
+    return {name: float(np.sqrt(np.mean(e**2))) for name, e in errors._asdict().items()}
+
+
+def test_bf16_rounds_where_the_contract_says() -> None:
+    """What is left is float32 sums that fall on the other side of a rounding, now and then."""
+    errors = _error_of_twin(cases.ROUNDINGS)
+    assert all(error < 2e-4 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("left_out", cases.ROUNDINGS)
+def test_a_rounding_more_or_less_would_be_seen(left_out: str) -> None:
+    """Each rounding shows in some result, by more than the test above lets pass."""
+    errors = _error_of_twin(tuple(name for name in cases.ROUNDINGS if name != left_out))
+    assert any(error > 1e-3 for error in errors.values()), errors
+
+
 def _unfused(batch: cases.Batch) -> cases.Results:
     """What a careful user writes today: bf16 products, float32 sums over choices, autodiff.
 
