@@ -3,3 +3,5 @@
 from jax_megamoe.config import MegaMoEConfig as MegaMoEConfig
 from jax_megamoe.ops import mega_moe as mega_moe
 from jax_megamoe.sharding import sharded_mega_moe as sharded_mega_moe
+
+__version__ = "0.1.0"

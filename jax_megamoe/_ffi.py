@@ -49,7 +49,7 @@ def register() -> None:
         _register_once()
 
 
-def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan[jax.Array]:
+def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan:
     """Runs the plan kernel; its arrays are those of `plan.make_plan`, as JAX arrays.
 
     Args:
@@ -194,3 +194,25 @@ def _rank_groups(dims: Dims, axis_name: AxisName) -> np.ndarray:
     places = [mesh.axis_names.index(axis) for axis in axes]
     ids = np.moveaxis(ids, places, range(-len(places), 0))
     return ids.reshape(-1)
+
+
+def wait_probe(
+    trigger: jax.Array, *, deadline_ns: int, release_ns: int, report: str
+) -> tuple[jax.Array, jax.Array]:
+    """Runs a kernel of one block that only waits for a flag, to test how a wait fails.
+
+    Args:
+      trigger: int32 [1], read by nothing; it orders the probe in a program.
+      deadline_ns: how long the kernel waits.
+      release_ns: when the kernel itself raises the flag; negative for never.
+      report: how a failed wait becomes an exception, "future", "next_call" or "trap"
+        (cuda/ffi/wait_probe.cc).
+
+    Returns:
+      int32 [1], 1 when the flag came and 0 when it did not; and the flag, int32 [1].
+    """
+    register()
+    word = _result(trigger, (1,), jnp.int32)
+    call = jax.ffi.ffi_call(f"jax_megamoe_wait_probe_{report}", [word, word])
+    came, flag = call(trigger, deadline_ns=np.int64(deadline_ns), release_ns=np.int64(release_ns))
+    return came, flag

@@ -1,7 +1,6 @@
 """`sharded_mega_moe`: the op on global arrays, for callers under plain `jit` with a mesh."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from jax_megamoe._ids import canonical_ids, checked
 from jax_megamoe.config import MegaMoEConfig
-from jax_megamoe.ops import apply, canonical_ids, vary_alike
+from jax_megamoe.ops import apply, vary_alike
 from jax_megamoe.validation import check_sharded_call
 
 Array = jax.Array
@@ -60,10 +60,14 @@ def sharded_mega_moe(
     free_data_axes = check_sharded_call(
         *arrays, config=config, mesh=mesh, expert_axis=expert_axis, data_axes=data_axes
     )
-    ids = canonical_ids(expert_idx, num_experts=w_gate.shape[0], debug_checks=config.debug_checks)
-    call = _Call(mesh, expert_axis, free_data_axes, dataclasses.replace(config, debug_checks=False))
-    arrays = vary_alike(x, ids, expert_weight, w_gate, w_up, w_down)
-    y, counts = _sharded(call, *map(call.reshard, arrays, call.specs))
+    if isinstance(expert_idx, np.ndarray):
+        if config.debug_checks:
+            checked(x, expert_idx, num_experts=w_gate.shape[0])
+        expert_idx = canonical_ids(expert_idx, num_experts=w_gate.shape[0])
+    call = _Call(mesh, expert_axis, free_data_axes, config)
+    operands = vary_alike(x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    resharded = [call.reshard(a, spec) for a, spec in zip(operands, call.specs, strict=True)]
+    y, counts = _sharded(call, *resharded)
     y = call.reshard(y, jax.typeof(x).sharding.spec)
     return (y, counts) if config.return_counts else y
 
@@ -108,14 +112,13 @@ class _Call:
 # The derivative is taken inside the shard_map, not of it. So the residuals are the inputs and
 # nothing else, and a shard_map nested in one that is manual over the data axes can be
 # differentiated at all: JAX 0.11 would shard its residuals over axes that are manual already.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sharded(call: _Call, *arrays: Array) -> tuple[Array, Array]:
+def _evaluate(call: _Call, *arrays: Array) -> tuple[Array, Array]:
     tokens, experts = call.specs[0], call.specs[3]
     return call.shard_map(call.op, call.specs, (tokens, experts))(*arrays)
 
 
 def _sharded_fwd(call: _Call, *arrays: Array):
-    return _sharded(call, *arrays), arrays
+    return _evaluate(call, *arrays), arrays
 
 
 def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[Array, Array]):
@@ -132,4 +135,5 @@ def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[Array
     return dx, np.zeros(arrays[1].shape, jax.dtypes.float0), *rest
 
 
+_sharded = jax.custom_vjp(_evaluate, nondiff_argnums=(0,))
 _sharded.defvjp(_sharded_fwd, _sharded_bwd)

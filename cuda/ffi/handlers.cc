@@ -2,12 +2,11 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <iterator>
 #include <string>
+#include <tuple>
 
-#include "host/device.h"
+#include "ffi/common.h"
 #include "plan/plan.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -17,18 +16,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 ffi::Error Invalid(const std::string& text) {
-  return ffi::Error::InvalidArgument("jax_megamoe: " + text);
-}
-
-ffi::Error FromCuda(const CudaStatus& status) {
-  return status.ok() ? ffi::Error::Success()
-                     : ffi::Error::Internal("jax_megamoe: " + status.text());
-}
-
-ffi::Error Initialize() {
-  const std::string refusal = PrepareDevice();
-  if (refusal.empty()) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jax_megamoe: " + refusal);
+  return MakeError(ffi::ErrorCode::kInvalidArgument, text);
 }
 
 // The limits are refused by name in jax_megamoe/plan.py; here they only keep memory safe.
@@ -43,8 +31,8 @@ ffi::ErrorOr<PlanProblem> ReadProblem(ffi::Span<const int64_t> idx_dims, int64_t
   constexpr int kStepFields = 3;
   const int64_t num_steps = steps.size() / kStepFields;
   if (num_steps < 1 || num_steps > kMaxSteps || steps.size() % kStepFields != 0) {
-    return ffi::Unexpected(Invalid("plan: attribute steps has " + std::to_string(steps.size()) +
-                                   " numbers; it takes 3 for each of 1 to 4 steps"));
+    return Invalid("plan: attribute steps has " + std::to_string(steps.size()) +
+                   " numbers; it takes 3 for each of 1 to 4 steps");
   }
   PlanProblem p = {};
   p.dims = {static_cast<int>(idx_dims[1]), static_cast<int>(idx_dims[2]), static_cast<int>(experts),
@@ -52,7 +40,7 @@ ffi::ErrorOr<PlanProblem> ReadProblem(ffi::Span<const int64_t> idx_dims, int64_t
   p.rank = static_cast<int>(rank);
   p.num_steps = static_cast<int>(num_steps);
   if (!InLimits(p, experts)) {
-    return ffi::Unexpected(Invalid("plan: dimensions outside the limits of cuda/shared/plan.h"));
+    return Invalid("plan: dimensions outside the limits of cuda/shared/plan.h");
   }
   for (int s = 0; s < p.num_steps; ++s) {
     const int64_t* fields = steps.begin() + s * kStepFields;
@@ -92,17 +80,16 @@ ffi::Error ExecutePlan(cudaStream_t stream, ExpertIdx expert_idx, ffi::Remaining
                              ints(5),
                              ints(6),
                              static_cast<uint32_t*>(pointers[7])};
-  return FromCuda(LaunchPlan(stream, *problem, expert_idx.typed_data(), arrays));
+  return FromCuda(plan::Launch(stream, *problem, expert_idx.typed_data(), arrays));
 }
 
 // Before anything is launched, on every rank alike: no peer is left waiting.
 ffi::Error Refuse() {
-  return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                    "jax_megamoe: this build has no fused forward and backward kernels yet; "
-                    "call with backend=\"reference\" or backend=\"auto\"");
+  return MakeError(ffi::ErrorCode::kUnimplemented,
+                   "this build has no fused forward and backward kernels yet; call with "
+                   "backend=\"reference\" or backend=\"auto\"");
 }
 
-XLA_FFI_DEFINE_HANDLER(kInitialize, Initialize, ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>());
 XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -114,19 +101,19 @@ XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,
 XLA_FFI_DEFINE_HANDLER(kRefusePrepare, Refuse, ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>());
 XLA_FFI_DEFINE_HANDLER(kRefuseExecute, Refuse, ffi::Ffi::Bind());
 
-const Registration kRegistrations[] = {
-    {"jax_megamoe_plan", "initialize", kInitialize},
-    {"jax_megamoe_plan", "execute", kExecutePlan},
-    {"jax_megamoe_forward", "prepare", kRefusePrepare},
-    {"jax_megamoe_forward", "initialize", kInitialize},
-    {"jax_megamoe_forward", "execute", kRefuseExecute},
-    {"jax_megamoe_backward", "prepare", kRefusePrepare},
-    {"jax_megamoe_backward", "initialize", kInitialize},
-    {"jax_megamoe_backward", "execute", kRefuseExecute},
-};
-
 }  // namespace
 
-Registrations AllRegistrations() { return {std::begin(kRegistrations), std::end(kRegistrations)}; }
+std::vector<Registration> LayerRegistrations() {
+  return {
+      {"jax_megamoe_plan", "initialize", kInitialize},
+      {"jax_megamoe_plan", "execute", kExecutePlan},
+      {"jax_megamoe_forward", "prepare", kRefusePrepare},
+      {"jax_megamoe_forward", "initialize", kInitialize},
+      {"jax_megamoe_forward", "execute", kRefuseExecute},
+      {"jax_megamoe_backward", "prepare", kRefusePrepare},
+      {"jax_megamoe_backward", "initialize", kInitialize},
+      {"jax_megamoe_backward", "execute", kRefuseExecute},
+  };
+}
 
 }  // namespace megamoe

@@ -5,6 +5,8 @@
 #include <mutex>
 #include <set>
 
+#include "comm/wait_probe.h"
+#include "host/fault.h"
 #include "plan/plan.h"
 #include "shared/cuda_status.h"
 
@@ -27,11 +29,15 @@ CudaStatus Describe(int device, cudaDeviceProp* properties) {
 
 }  // namespace
 
-std::string PrepareDevice() {
+std::string PrepareDevice(int device) {
   static std::mutex mutex;
   static std::set<int>* ready = new std::set<int>;  // never destroyed: calls may outlive main
-  int device = 0;
-  if (CudaStatus status = CurrentDevice(&device); !status.ok()) return status.text();
+  int current = 0;
+  if (CudaStatus status = CurrentDevice(&current); !status.ok()) return status.text();
+  if (current != device) {
+    return "XLA runs device " + std::to_string(device) + " while CUDA's current device is " +
+           std::to_string(current);
+  }
   const std::lock_guard<std::mutex> lock(mutex);
   if (ready->count(device) > 0) return "";
   cudaDeviceProp properties;
@@ -42,7 +48,9 @@ std::string PrepareDevice() {
            std::to_string(properties.minor) +
            "; the kernels run on 9.0 (H100, H200, GH200) only; use backend=\"reference\"";
   }
-  if (CudaStatus status = LoadPlan(); !status.ok()) return status.text();
+  for (const CudaStatus& status : {plan::Load(), LoadWaitProbe(), OpenFaultChannel(device)}) {
+    if (!status.ok()) return status.text();
+  }
   ready->insert(device);
   return "";
 }
