@@ -46,7 +46,9 @@ test-gpu: need-hopper extension ## the GPU tests; no skip passes; GPUS=n declare
 
 .PHONY: bench
 bench: need-hopper extension ## every benchmark, on a Hopper GPU
-	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(PY) "$$script" $(ARGS); done
+	@for script in benchmarks/[a-z]*.py; do \
+		echo "== $$script"; $(PY) "$$script" --out "benchmarks/results/$$(basename "$$script" .py).json" $(ARGS); \
+	done
 
 .PHONY: lint lint-python lint-types lint-cpp
 lint: lint-python lint-types lint-cpp ## ruff, pyright, clang-format

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _record import write
 
 from jax_megamoe import _ffi
 
@@ -139,8 +140,7 @@ def main() -> None:
     for row in rows:
         print(f"\n{row['report']}: {row.get('text', '')}\n{row.get('trouble', '')}".rstrip())
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
+        write(arguments.out, rows)
 
 
 if __name__ == "__main__":

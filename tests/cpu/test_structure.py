@@ -32,13 +32,14 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
 
 # Modules of jax_megamoe by which others they may import. Nothing imports the package itself, which
 # re-exports, nor the doctor, which reports.
-_LEAVES = {"config", "validation", "_guard", "plan", "reference", "_ffi"}
+_LEAVES = {"config", "validation", "_guard", "_ids", "plan", "reference", "_ffi"}
 _CALL = _LEAVES | {"ops", "sharding"}
 _MODULES = _CALL | {"router", "nnx", "linen"}
 PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "validation": {"config"},
     "_guard": {"config"},
+    "_ids": set(),
     "plan": {"config"},
     "plan_check": {"config", "plan"},
     "reference": {"config"},
