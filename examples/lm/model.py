@@ -13,6 +13,7 @@ from jax_megamoe.nnx import MegaMoE, MegaMoEAux
 
 VOCABULARY = 256
 ROPE_BASE = 10_000.0
+INIT_SCALE = 0.02  # of the embedding and the experts, as in Qwen3-MoE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class Block(nnx.Module):
             data_axes=("data",),
             renormalize=config.choices > 1,
             dtype=config.dtype,
+            kernel_init=nnx.initializers.normal(INIT_SCALE),
             rngs=rngs,
         )
 
@@ -91,7 +93,7 @@ class LanguageModel(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.dtype = config.dtype
         self.embedding = nnx.Param(
-            0.02 * jax.random.normal(rngs.params(), (VOCABULARY, config.hidden), jnp.float32)
+            INIT_SCALE * jax.random.normal(rngs.params(), (VOCABULARY, config.hidden))
         )
 
         @nnx.split_rngs(splits=config.layers)
