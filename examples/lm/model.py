@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -126,7 +127,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def generate(
-    model: LanguageModel, prompt: jax.Array, num_new: int, seq: int, temperature: float
+    model: LanguageModel, prompt: np.ndarray, num_new: int, seq: int, temperature: float
 ) -> jax.Array:
     """Continues int32 [B, S] prompts by `num_new` bytes: [B, S + num_new].
 
@@ -135,7 +136,7 @@ def generate(
     """
     length = prompt.shape[1]
     total = max(length + num_new, seq)
-    text = jnp.pad(prompt, ((0, 0), (0, total - length)))
+    text = jnp.pad(jnp.asarray(prompt), ((0, 0), (0, total - length)))
     graph, state = nnx.split(model)
 
     def append(position: jax.Array, text: jax.Array) -> jax.Array:
