@@ -22,29 +22,33 @@ def canonical_ids(expert_idx: Array | np.ndarray, *, num_experts: int) -> Array:
     return jnp.asarray(xp.where(in_range, expert_idx.astype(np.int32), np.int32(-1)))
 
 
-def checked(
-    x: Array, expert_idx: Array | np.ndarray, *, num_experts: int
-) -> tuple[Array, Array | np.ndarray]:
-    """x and expert_idx, for use once the host has found every id to be -1 or in [0, E).
+def checked(expert_idx: Array | np.ndarray, *, num_experts: int) -> Array | np.ndarray:
+    """expert_idx, once the host has found every id to be -1 or in [0, E).
 
-    Inside shard_map every device has the ids of all devices checked, and nothing of the op starts
-    before. So all devices raise together: one that raised alone would leave the others waiting for
-    it in a collective.
+    Inside shard_map every device has the ids of all devices checked, so all raise together: one
+    that raised alone would leave the others waiting for it in a collective. For the same reason
+    whatever else the op exchanges must come `after_check`.
 
     Raises (at run time; for a NumPy array while tracing):
       ValueError: naming the first such token, slot and id. (JAX wraps it in a JaxRuntimeError.)
     """
     if isinstance(expert_idx, np.ndarray):
         _check(expert_idx[None], num_experts=num_experts, mesh_shape={})
-        return x, expert_idx
+        return expert_idx
     mesh = jax.sharding.get_abstract_mesh()
     shape = {name: mesh.shape[name] for name in mesh.manual_axes}
     of_all = _gather(expert_idx, tuple(shape)) if shape else expert_idx[None]
     check = functools.partial(_check, num_experts=num_experts, mesh_shape=shape)
     result = jax.typeof(of_all).update(shape=(), dtype=np.dtype(bool))
-    passed = jax.pure_callback(check, result, of_all)
-    # A dependence through values: a barrier would not outlive the compiler.
-    return jnp.where(passed, x, 0), jnp.where(passed, expert_idx, -1)
+    return jnp.where(jax.pure_callback(check, result, of_all), expert_idx, -1)
+
+
+def after_check(a: Array, ids: Array) -> Array:
+    """a, which the compiler can use only when the canonical ids of `checked` ones are there.
+
+    A dependence through values: a barrier would not outlive the compiler.
+    """
+    return jnp.where(ids.reshape(-1)[0] >= -1, a, 0)
 
 
 def _gather(expert_idx: Array, axes: Sequence[str]) -> Array:
@@ -56,7 +60,9 @@ def _gather(expert_idx: Array, axes: Sequence[str]) -> Array:
     return jax.lax.all_gather(expert_idx, axes)
 
 
-def _check(of_all: np.ndarray, *, num_experts: int, mesh_shape: dict[str, int]) -> np.ndarray:
+def _check(
+    of_all: Array | np.ndarray, *, num_experts: int, mesh_shape: dict[str, int]
+) -> np.ndarray:
     """Raises ValueError for the first wrong id of [num_devices, ..., K]; returns True."""
     ids = np.asarray(of_all)
     ids = ids.reshape(len(ids), -1, ids.shape[-1])

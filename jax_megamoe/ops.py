@@ -6,20 +6,21 @@ import numpy as np
 
 from jax_megamoe import _ffi, reference
 from jax_megamoe._guard import guard
-from jax_megamoe._ids import canonical_ids, checked
+from jax_megamoe._ids import after_check, canonical_ids, checked
 from jax_megamoe.config import Dims, MegaMoEConfig
 from jax_megamoe.validation import check_call
 
 Array = jax.Array
+ArrayLike = jax.Array | np.ndarray
 
 
 def mega_moe(
-    x: Array,
-    expert_idx: Array,
-    expert_weight: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
+    x: ArrayLike,
+    expert_idx: ArrayLike,
+    expert_weight: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
     *,
     axis_name: str | None = None,
     precision: str = "bf16",
@@ -70,34 +71,34 @@ def mega_moe(
 def apply(
     config: MegaMoEConfig,
     axis_name: str | None,
-    x: Array,
-    expert_idx: Array,
-    expert_weight: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
+    x: ArrayLike,
+    expert_idx: ArrayLike,
+    expert_weight: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
 ) -> tuple[Array, Array]:
     """`mega_moe` with its static choices as one value; always returns (y, counts)."""
     dims = check_call(
         x, expert_idx, expert_weight, w_gate, w_up, w_down, config=config, axis_name=axis_name
     )
-    ids: Array | np.ndarray = expert_idx
     if config.debug_checks:
-        x, ids = checked(x, ids, num_experts=dims.E)
-    ids = canonical_ids(ids, num_experts=dims.E)
+        expert_idx = checked(expert_idx, num_experts=dims.E)
+    ids = canonical_ids(expert_idx, num_experts=dims.E)
     arrays = vary_alike(
-        jnp.reshape(x, (dims.T, dims.H)),
-        jnp.reshape(ids, (dims.T, dims.K)),
-        jnp.reshape(expert_weight, (dims.T, dims.K)),
-        w_gate,
-        w_up,
-        w_down,
+        jnp.asarray(x).reshape(dims.T, dims.H),
+        ids.reshape(dims.T, dims.K),
+        jnp.asarray(expert_weight).reshape(dims.T, dims.K),
+        *map(jnp.asarray, (w_gate, w_up, w_down)),
     )
     if dims.T == 0:
         # Not x itself: XLA fails on an empty array that passes through a shard_map.
         y, counts = jnp.zeros(x.shape, x.dtype), jnp.zeros((dims.experts_per_rank,), jnp.int32)
         y, counts, *_ = vary_alike(y, counts, *arrays)
     else:
+        if config.debug_checks:
+            x_rows, ids, w, *weights = arrays
+            arrays = [after_check(x_rows, ids), ids, after_check(w, ids), *weights]
         y, counts = _mega_moe(dims, config, axis_name, *arrays)
     return jnp.reshape(y, x.shape), counts
 
@@ -116,8 +117,7 @@ def _evaluate(
     dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array
 ) -> tuple[Array, Array]:
     """arrays: x [T, H], expert_idx int32 [T, K], expert_weight [T, K], w_gate, w_up, w_down."""
-    x, *rest = arrays
-    x = guard(x, backend=config.backend)
+    x, *rest = guard(*arrays, backend=config.backend)
     forward = _ffi.forward_call if _is_cuda(config) else reference.forward
     y, counts = forward(x, *rest, dims=dims, config=config, axis_name=axis_name)
     return y, counts
@@ -132,12 +132,13 @@ def _mega_moe_bwd(
     config: MegaMoEConfig,
     axis_name: str | None,
     arrays: tuple[Array, ...],
-    cotangents: tuple[Array, Array],
+    cotangents: tuple[ArrayLike, object],
 ):
-    _, expert_idx, expert_weight, *weights = arrays
-    dy = guard(cotangents[0], backend=config.backend)
+    dy, *guarded = guard(jnp.asarray(cotangents[0]), *arrays, backend=config.backend)
+    _, expert_idx, expert_weight, *weights = guarded
+    dy = after_check(dy, expert_idx) if config.debug_checks else dy
     backward = _ffi.backward_call if _is_cuda(config) else reference.backward
-    dx, dw, *dw_experts = backward(dy, *arrays, dims=dims, config=config, axis_name=axis_name)
+    dx, dw, *dw_experts = backward(dy, *guarded, dims=dims, config=config, axis_name=axis_name)
     no_gradient = np.zeros(expert_idx.shape, jax.dtypes.float0)
     dw_experts = [d.astype(w.dtype) for d, w in zip(dw_experts, weights, strict=False)]
     if not config.trainable_experts:

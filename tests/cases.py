@@ -43,7 +43,7 @@ class Results(NamedTuple):
 
 
 def oracle(
-    expert_idx: Any,
+    expert_idx: np.ndarray,
     expert_weight: Any,
     *,
     num_experts: int,
@@ -63,9 +63,6 @@ def oracle(
       expert_idx, expert_weight: [T, K]; a scalar expert_weight stands for all routes.
       dtype: of x, expert_weight and dy. weight_dtype: of the three weights; default: dtype.
     """
-    expert_idx = np.asarray(expert_idx)
-    if expert_idx.dtype == np.int64 and (expert_idx == expert_idx.astype(np.int32)).all():
-        expert_idx = expert_idx.astype(np.int32)
     weight_dtype = dtype if weight_dtype is None else weight_dtype
     num_tokens = expert_idx.shape[0]
     w = np.broadcast_to(np.asarray(expert_weight, np.float64), expert_idx.shape)

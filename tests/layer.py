@@ -18,6 +18,11 @@ def expert_mesh(num_ranks: int) -> Mesh:
     return Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
 
 
+def bind(**options: Any) -> Callable[..., Any]:
+    """mega_moe with its static options; the type of its result is for the caller to know."""
+    return functools.partial(mega_moe, **options)
+
+
 def results_and_pullback(op: Callable[..., Any]) -> Callable[..., Results]:
     """A function of the arrays of a batch: y and its five gradients, all in one program."""
 
@@ -41,7 +46,7 @@ def compiled(num_ranks: int | None = None, *, check_vma: bool = True, **options:
       options: the static options of `mega_moe`.
     """
     axis_name = None if num_ranks is None else "expert"
-    run = results_and_pullback(functools.partial(mega_moe, axis_name=axis_name, **options))
+    run = results_and_pullback(bind(axis_name=axis_name, **options))
     if num_ranks is not None:
         run = jax.shard_map(
             run,

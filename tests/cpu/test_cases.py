@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_megamoe import mega_moe
 from tests import cases, compare, layer
 from tests.cases import BF16, F32, ROUTINGS
 
@@ -24,7 +23,7 @@ def assert_oracle(batch: cases.Batch, num_ranks: int | None = None, **how: Any) 
 
 def scan_layer(batch: cases.Batch, all_ids: np.ndarray, **options: Any) -> Any:
     """One program that runs a batch under each of all_ids [N, T, K]: iterates over Results."""
-    run = layer.results_and_pullback(functools.partial(mega_moe, **options))
+    run = layer.results_and_pullback(layer.bind(**options))
     step = jax.jit(lambda ids, *rest: jax.lax.map(lambda i: run(rest[0], i, *rest[1:]), ids))
     stacked = map(np.asarray, step(all_ids, batch.x, *batch[2:]))
     return (cases.Results(*leaves) for leaves in zip(*stacked, strict=True))
@@ -53,7 +52,7 @@ def test_03_pad_rows_do_not_enter_reductions(precision: str) -> None:
     x, expert_idx, w, *weights, dy = map(jnp.asarray, batch)
     spec = jax.sharding.PartitionSpec("expert")
     op = jax.shard_map(
-        functools.partial(mega_moe, axis_name="expert", precision=precision),
+        layer.bind(axis_name="expert", precision=precision),
         mesh=layer.expert_mesh(2),
         in_specs=spec,
         out_specs=spec,
@@ -79,7 +78,7 @@ def test_04_one_expert_per_rank_equals_two_of_which_one_is_idle() -> None:
     compare.assert_within(found_two, cases.dense(two), 1e-5)
 
 
-CASE_05_IDS = [[0, 3], [-1, 3], [8, 2], [-1, -1], [2147483647, 1], [-2147483648, 1]]
+CASE_05_IDS = np.array([[0, 3], [-1, 3], [8, 2], [-1, -1], [2**31 - 1, 1], [-(2**31), 1]], np.int32)
 
 
 @pytest.mark.parametrize("num_ranks", [None, 2])
@@ -96,11 +95,11 @@ def test_05_ids_out_of_range_are_no_routes(num_ranks: int | None) -> None:
 @pytest.mark.parametrize("num_ranks", [None, 4])
 def test_07_idle_ranks(num_ranks: int | None) -> None:
     """vllm-project/vllm #43547: a rank without tokens must not skip its half of the exchange."""
-    half, experts = np.arange(32)[:, None] < 16, np.tile([0, 1], (32, 1))
+    half, experts = np.arange(32)[:, None] < 16, np.tile(np.array([0, 1], np.int32), (32, 1))
     for ids in (
         np.where(half, -1, experts),  # the first ranks idle, the last use the first's experts
         np.where(half, experts + 6, -1),  # mirrored
-        np.full((32, 2), -1),
+        np.full((32, 2), -1, np.int32),
     ):
         assert_oracle(cases.oracle(ids, 0.5, num_experts=8), num_ranks)
 
@@ -168,7 +167,7 @@ def test_10_the_kernels_take_a_size_or_name_it(hidden: int, intermediate: int) -
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (F32, np.int32))
     up, down = (4, hidden, intermediate), (4, intermediate, hidden)
     shapes = (f32((6, hidden)), i32((6, 2)), f32((6, 2)), f32(up), f32(up), f32(down))
-    trace = functools.partial(jax.eval_shape, functools.partial(mega_moe, backend="cuda"), *shapes)
+    trace = functools.partial(jax.eval_shape, layer.bind(backend="cuda"), *shapes)
     if hidden % 64 == 0 and intermediate % 64 == 0:
         assert trace().shape == (6, hidden)
         return
@@ -180,7 +179,9 @@ def test_10_the_kernels_take_a_size_or_name_it(hidden: int, intermediate: int) -
 @pytest.mark.parametrize(("dtype", "precision"), [(BF16, "bf16"), (F32, "bf16"), (F32, "float32")])
 def test_15_sums_of_many_choices_are_float32(dtype: np.dtype, precision: str) -> None:
     """vllm-project/vllm #15045: a running sum in bf16 would give 1."""
-    batch = cases.oracle([range(8)], [[1, *[2**-8] * 6, 0]], num_experts=8, dtype=dtype)
+    batch = cases.oracle(
+        np.arange(8, dtype=np.int32)[None], [[1, *[2**-8] * 6, 0]], num_experts=8, dtype=dtype
+    )
     batch.w_down[:, 0, :] = 1 / 32
     found = layer.run(batch, precision=precision)
     compare.assert_exact(found.y, np.full((1, 32), 1.0234375))
@@ -204,7 +205,7 @@ def test_30_counts_are_counted_once(remat: bool, num_ranks: int) -> None:
     x, expert_idx, *rest, _ = map(jnp.asarray, batch)
     spec = jax.sharding.PartitionSpec("expert")
     op = jax.shard_map(
-        functools.partial(mega_moe, axis_name="expert", return_counts=True),
+        layer.bind(axis_name="expert", return_counts=True),
         mesh=layer.expert_mesh(num_ranks),
         in_specs=spec,
         out_specs=spec,
