@@ -103,10 +103,10 @@ class MegaMoE(nnx.Module):
                 return kernel_init(key, (num_inputs, num_outputs), param_dtype)
 
             keys = jax.random.split(rngs.params(), num_experts)
-            return _param(jax.vmap(draw)(keys), (expert_axis, None, None) if expert_axis else None)
+            return _param(jax.vmap(draw)(keys), spec=(expert_axis, None, None))
 
         router = kernel_init(rngs.params(), (hidden_size, num_experts), param_dtype)
-        self.router = _param(router, (None, None) if expert_axis else None)
+        self.router = _param(router, spec=(None, None))
         self.w_gate = experts(hidden_size, intermediate_size)
         self.w_up = experts(hidden_size, intermediate_size)
         self.w_down = experts(intermediate_size, hidden_size)
@@ -155,14 +155,12 @@ class MegaMoE(nnx.Module):
             y = sharded_mega_moe(
                 *operands, expert_axis=self.expert_axis, data_axes=self.data_axes, **options
             )
-        y = cast(jax.Array, y)  # return_counts is False
+        y = cast(jax.Array, y)  # and no counts beside it: config.return_counts is False
         return y, MegaMoEAux(routing.load_balance_loss, routing.z_loss, routing.load)
 
 
-def _param(value: jax.Array, spec: tuple[str | None, ...] | None) -> nnx.Param[jax.Array]:
+def _param(value: jax.Array, spec: tuple[str | None, ...]) -> nnx.Param[jax.Array]:
     """A parameter that carries `spec`, and lies so already when a mesh is set."""
-    if spec is None:
-        return nnx.Param(value)
     mesh_is_set = not jax.sharding.get_abstract_mesh().empty
     return nnx.Param(value, out_sharding=spec, eager_sharding=mesh_is_set)
 

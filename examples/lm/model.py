@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -12,6 +13,7 @@ from jax_megamoe.nnx import MegaMoE, MegaMoEAux
 
 VOCABULARY = 256
 ROPE_BASE = 10_000.0
+INIT_SCALE = 0.02  # of the embedding and the experts, as in Qwen3-MoE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ class Block(nnx.Module):
             data_axes=("data",),
             renormalize=config.choices > 1,
             dtype=config.dtype,
+            kernel_init=nnx.initializers.normal(INIT_SCALE),
             rngs=rngs,
         )
 
@@ -90,7 +93,7 @@ class LanguageModel(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.dtype = config.dtype
         self.embedding = nnx.Param(
-            0.02 * jax.random.normal(rngs.params(), (VOCABULARY, config.hidden), jnp.float32)
+            INIT_SCALE * jax.random.normal(rngs.params(), (VOCABULARY, config.hidden))
         )
 
         @nnx.split_rngs(splits=config.layers)
@@ -126,7 +129,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def generate(
-    model: LanguageModel, prompt: jax.Array, num_new: int, seq: int, temperature: float
+    model: LanguageModel, prompt: np.ndarray, num_new: int, seq: int, temperature: float
 ) -> jax.Array:
     """Continues int32 [B, S] prompts by `num_new` bytes: [B, S + num_new].
 
@@ -135,7 +138,7 @@ def generate(
     """
     length = prompt.shape[1]
     total = max(length + num_new, seq)
-    text = jnp.pad(prompt, ((0, 0), (0, total - length)))
+    text = jnp.pad(jnp.asarray(prompt), ((0, 0), (0, total - length)))
     graph, state = nnx.split(model)
 
     def append(position: jax.Array, text: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from lm.model import LanguageModel, ModelConfig, cross_entropy
@@ -32,7 +33,7 @@ def create(
         peak_value=learning_rate,
         warmup_steps=max(int(WARMUP_SHARE * steps), 1),
         decay_steps=max(steps, 2),
-        end_value=0.1 * learning_rate,
+        end_value=0.0,
     )
     tx = optax.chain(
         optax.clip_by_global_norm(GRADIENT_NORM_LIMIT),
@@ -48,13 +49,15 @@ def create(
 
 
 @nnx.jit(donate_argnums=(0, 1))
-def train_step(model: LanguageModel, optimizer: nnx.Optimizer, sequences: jax.Array) -> StepMetrics:
+def train_step(
+    model: LanguageModel, optimizer: nnx.Optimizer, sequences: np.ndarray
+) -> StepMetrics:
     """Updates model and optimizer on int32 [B, S + 1] sequences."""
 
     def loss_of(model: LanguageModel) -> tuple[jax.Array, StepMetrics]:
-        sharded = jax.lax.with_sharding_constraint(sequences, TOKENS)
-        logits, aux = model(sharded[:, :-1])
-        loss = cross_entropy(logits, sharded[:, 1:])
+        tokens = jax.lax.with_sharding_constraint(jnp.asarray(sequences), TOKENS)
+        logits, aux = model(tokens[:, :-1])
+        loss = cross_entropy(logits, tokens[:, 1:])
         load = aux.load.astype(jnp.float32)
         imbalance = jnp.mean(load.max(axis=-1) / load.mean(axis=-1))
         total = loss + BALANCE_FACTOR * aux.load_balance_loss.mean() + Z_FACTOR * aux.z_loss.mean()
@@ -67,11 +70,11 @@ def train_step(model: LanguageModel, optimizer: nnx.Optimizer, sequences: jax.Ar
 
 
 @nnx.jit
-def evaluate(model: LanguageModel, sequences: jax.Array) -> jax.Array:
+def evaluate(model: LanguageModel, sequences: np.ndarray) -> jax.Array:
     """Loss in nats per byte, float32 [], of int32 [B, S + 1] sequences."""
-    sharded = jax.lax.with_sharding_constraint(sequences, TOKENS)
-    logits, _ = model(sharded[:, :-1])
-    return cross_entropy(logits, sharded[:, 1:])
+    tokens = jax.lax.with_sharding_constraint(jnp.asarray(sequences), TOKENS)
+    logits, _ = model(tokens[:, :-1])
+    return cross_entropy(logits, tokens[:, 1:])
 
 
 def _keep_layout(

@@ -110,8 +110,8 @@ def test_partition_specs():
         name: P("expert", None, None) for name in ("w_gate", "w_up", "w_down")
     }
     assert specs["router"] == P(None, None)
-    with_none = nnx.get_partition_spec(nnx.state(make_layer()))
-    assert set(nnx.to_pure_dict(with_none).values()) == {P()}
+    without_axis = nnx.get_partition_spec(nnx.state(make_layer()))
+    assert set(nnx.to_pure_dict(without_axis).values()) == {P(None, None), P(None, None, None)}
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
