@@ -15,7 +15,7 @@ _guard_p.multiple_results = True
 
 
 def guard(*arrays: jax.Array, backend: str) -> list[jax.Array]:
-    """Returns the arrays: all of a call's, so that a transformation of any one is seen.
+    """Returns the arrays: all inputs of a pass, so that a transformation of any one is seen.
 
     Raises (when the computation is transformed or lowered):
       NotImplementedError: under vmap, or when a gradient of mega_moe is differentiated again.

@@ -134,11 +134,11 @@ def _mega_moe_bwd(
     arrays: tuple[Array, ...],
     cotangents: tuple[ArrayLike, object],
 ):
-    dy, *guarded = guard(jnp.asarray(cotangents[0]), *arrays, backend=config.backend)
-    _, expert_idx, expert_weight, *weights = guarded
+    _, expert_idx, expert_weight, *weights = arrays
+    (dy,) = guard(jnp.asarray(cotangents[0]), backend=config.backend)
     dy = after_check(dy, expert_idx) if config.debug_checks else dy
     backward = _ffi.backward_call if _is_cuda(config) else reference.backward
-    dx, dw, *dw_experts = backward(dy, *guarded, dims=dims, config=config, axis_name=axis_name)
+    dx, dw, *dw_experts = backward(dy, *arrays, dims=dims, config=config, axis_name=axis_name)
     no_gradient = np.zeros(expert_idx.shape, jax.dtypes.float0)
     dw_experts = [d.astype(w.dtype) for d, w in zip(dw_experts, weights, strict=False)]
     if not config.trainable_experts:

@@ -5,7 +5,7 @@ the order in which ranks split them along the first axis.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -140,25 +140,44 @@ def normal(
     )
 
 
-def dense(batch: Batch) -> Results:
-    """The layer and its gradients as the formulas read, in float64, one expert after another."""
+def bf16_rounded(a: np.ndarray) -> np.ndarray:
+    return a.astype(F32).astype(BF16).astype(np.float64)
+
+
+# What precision="bf16" rounds: on entry, in the forward, in the backward, at the roots.
+ROUNDINGS = ("inputs", "h", "o", "g", "u", "dg", "du", "dx rows", "w h", "y", "dx")
+
+
+def dense(batch: Batch, rounded: Collection[str] = ()) -> Results:
+    """The layer and its gradients as the formulas read, in float64, one expert after another.
+
+    rounded: what is rounded to bf16 on the way; see ROUNDINGS.
+    """
+
+    def round_(name: str, a: np.ndarray) -> np.ndarray:
+        return bf16_rounded(a) if name in rounded else a
+
     x, w, w_gate, w_up, w_down, dy = (a.astype(np.float64) for a in (batch.x, *batch[2:]))
+    x, w_gate, w_up, w_down, dy = (round_("inputs", a) for a in (x, w_gate, w_up, w_down, dy))
     y, dx, dw = np.zeros_like(x), np.zeros_like(x), np.zeros_like(w)
     dw_gate, dw_up, dw_down = np.zeros_like(w_gate), np.zeros_like(w_up), np.zeros_like(w_down)
     for e in range(batch.num_experts):
         token, slot = np.nonzero(batch.expert_idx == e)
         x_e, dy_e, w_e = x[token], dy[token], w[token, slot][:, None]
         g, u = x_e @ w_gate[e], x_e @ w_up[e]
+        h = round_("h", g / (1 + np.exp(-g)) * u)
+        np.add.at(y, token, w_e * round_("o", h @ w_down[e]))
+        # The backward computes g and u again.
+        g, u = round_("g", g), round_("u", u)
         sigmoid = 1 / (1 + np.exp(-g))
-        h = g * sigmoid * u
-        dh = dy_e @ w_down[e].T
-        dg = w_e * dh * u * sigmoid * (1 + g * (1 - sigmoid))
-        du = w_e * dh * g * sigmoid
-        np.add.at(y, token, w_e * (h @ w_down[e]))
-        np.add.at(dx, token, dg @ w_gate[e].T + du @ w_up[e].T)
+        h, dh = g * sigmoid * u, dy_e @ w_down[e].T
+        dg = round_("dg", w_e * dh * u * sigmoid * (1 + g * (1 - sigmoid)))
+        du = round_("du", w_e * dh * g * sigmoid)
+        np.add.at(dx, token, round_("dx rows", dg @ w_gate[e].T + du @ w_up[e].T))
         dw[token, slot] = np.sum(h * dh, axis=1)
-        dw_gate[e], dw_up[e], dw_down[e] = x_e.T @ dg, x_e.T @ du, (w_e * h).T @ dy_e
-    return Results(y, dx, dw, dw_gate, dw_up, dw_down)
+        dw_gate[e], dw_up[e] = x_e.T @ dg, x_e.T @ du
+        dw_down[e] = round_("w h", w_e * h).T @ dy_e
+    return Results(round_("y", y), round_("dx", dx), dw, dw_gate, dw_up, dw_down)
 
 
 def counts(batch: Batch) -> np.ndarray:

@@ -4,6 +4,7 @@ Named as in test_cases.py.
 """
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from jax_megamoe import mega_moe
+from jax_megamoe._ids import canonical_ids
 from tests import cases, compare, layer, process
 from tests.cases import ROUTINGS
 
@@ -91,9 +93,13 @@ def test_05_all_ranks_raise_where_one_has_a_wrong_id(entry: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+    ("x64", "dtype"),
+    [
+        *((False, f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+        (True, "int64"),
+        (True, "uint64"),
+    ],
 )
-@pytest.mark.parametrize("x64", [False, True])
 def test_06_every_integer_dtype_of_ids(x64: bool, dtype: str) -> None:
     """vllm-project/vllm PR #55147: index width. With x64 off, 64-bit ids are NumPy arrays."""
     ids = ROUTINGS["distinct"](tokens=8, choices=2, experts=8).astype(dtype)
@@ -106,6 +112,25 @@ def test_06_every_integer_dtype_of_ids(x64: bool, dtype: str) -> None:
         y, pull = jax.vjp(op, x, w, *weights)
         found = cases.Results(y, *pull(dy))
     compare.assert_results_exact(found, cases.oracle_results(batch))
+
+
+@pytest.mark.parametrize("num_experts", [1, 8, 200, 512])
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint64])
+def test_06_the_kernels_get_int32_ids_that_are_in_range_or_minus_one(
+    dtype: Any, num_experts: int
+) -> None:
+    """vllm-project/vllm PR #50845 and #55147: neither the sign alone nor the low 32 bits."""
+    info = np.iinfo(dtype)
+    ids = [-(2**63), -(2**31), -2, -1, 0, 1, 7, 8, 199, 200, 511, 512, 2**31 - 1, 2**32 + 3]
+    ids = np.array([i for i in ids if info.min <= i <= info.max], dtype)
+    found = canonical_ids(ids, num_experts=num_experts)
+    right = [int(i) if 0 <= i < num_experts else -1 for i in ids]
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, right)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(
+            canonical_ids(jnp.asarray(ids), num_experts=num_experts), right
+        )
 
 
 @pytest.mark.parametrize("x64", [False, True])

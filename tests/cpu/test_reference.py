@@ -89,8 +89,10 @@ def test_several_tiles_of_an_expert_agree_with_dense_float64(routing: str, preci
 
 # One value of one array, and what mathematically depends on it. Token 3 is routed to experts
 # 1, 4 and 4; expert 4 gets two routes of token 3 and one of token 9; token 9's others are none.
+# Pads repeat the first slot of token 0: what is wrong there must not reach other experts' pads.
 POISON_IDS = ROUTINGS["distinct"](tokens=T, choices=K, experts=4) % 4
 POISON_IDS[POISON_IDS == 1] = 0
+POISON_IDS[0] = [0, 2, -1]
 POISON_IDS[3] = [1, 4, 4]
 POISON_IDS[9] = [4, -1, E]
 ALL = slice(None)
@@ -102,6 +104,9 @@ ALL = slice(None)
     [
         # A token: its own rows, and the gradients of its experts.
         ("x", (3, 5), {"y": [3], "dx": [3], "dw": [3], "experts": [1, 4]}),
+        ("x", (0, 5), {"y": [0], "dx": [0], "dw": [0], "experts": [0, 2]}),
+        ("expert_weight", (0, 0), {"y": [0], "dx": [0], "dw": [], "experts": [0]}),
+        ("dy", (0, 5), {"y": [], "dx": [0], "dw": [0], "experts": [0, 2]}),
         # dy of a token does not reach y.
         ("dy", (3, 5), {"y": [], "dx": [3], "dw": [3], "experts": [1, 4]}),
         # A router weight does not reach its own gradient.
@@ -132,6 +137,58 @@ def test_nan_reaches_only_what_depends_on_it(
             # dw_down of NaN in w_down: h and dy are free of it. Elsewhere it must not be lost.
             lost = [g for g in groups if not np.isnan(found[g]).any()]
             assert lost == ([4] if (array, name) == ("w_down", "dw_down") else []), name
+
+
+@functools.cache
+def _bf16_of_float32_data() -> tuple[cases.Batch, cases.Results]:
+    """Data that bf16 does not hold, and the reference's results in precision "bf16"."""
+    ids = ROUTINGS["duplicates"](tokens=64, choices=K, experts=E)
+    batch = cases.normal(ids, num_experts=E, hidden=64, intermediate=32)
+    third = F32.type(1 / 3)
+    scaled = {
+        name: getattr(batch, name) * third for name in ("x", "w_gate", "w_up", "w_down", "dy")
+    }
+    batch = batch._replace(**scaled)
+    return batch, layer.run(batch, precision="bf16")
+
+
+def _error_of_twin(rounded: tuple[str, ...]) -> dict[str, float]:
+    """The relative root mean square deviation of float64 with those roundings, for each result."""
+    batch, found = _bf16_of_float32_data()
+    errors = compare.errors(found, cases.dense(batch, rounded))
+    return {name: float(np.sqrt(np.mean(e**2))) for name, e in errors._asdict().items()}
+
+
+def test_bf16_rounds_where_the_contract_says() -> None:
+    """What is left is float32 sums that fall on the other side of a rounding, now and then."""
+    errors = _error_of_twin(cases.ROUNDINGS)
+    assert all(error < 2e-4 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("left_out", cases.ROUNDINGS)
+def test_a_rounding_more_or_less_would_be_seen(left_out: str) -> None:
+    """Each rounding shows in some result, by more than the test above lets pass."""
+    errors = _error_of_twin(tuple(name for name in cases.ROUNDINGS if name != left_out))
+    assert any(error > 1e-3 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("array", ["w_gate", "w_up", "w_down"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_pads_make_no_nan_of_an_infinite_weight(num_rows: int, array: str) -> None:
+    """0 times infinity is NaN: a pad that entered a sum would show where float64 has none."""
+    ids = np.full((T, K), -1, np.int32)
+    ids[:num_rows, 0] = 4
+    batch = cases.normal(ids, num_experts=E)
+    batch = batch._replace(x=np.abs(batch.x), dy=np.abs(batch.dy))
+    weight = getattr(batch, array).copy()
+    weight[4, 5, 7] = np.inf
+    batch = batch._replace(**{array: weight})
+    with np.errstate(invalid="ignore", over="ignore"):
+        right = cases.dense(batch)
+    found = layer.run(batch, precision="float32")
+    for name, a, b in zip(cases.Results._fields, found, right, strict=True):
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b), err_msg=name)
+        np.testing.assert_array_equal(np.isinf(a), np.isinf(b), err_msg=name)
 
 
 def _unfused(batch: cases.Batch) -> cases.Results:

@@ -66,8 +66,9 @@ def run(batch: Any, **how: Any) -> cases.Results:
     return jax.jit(layer.results_and_pullback(entry(**how)))(*batch)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+@pytest.mark.parametrize(
+    ("axis_type", "num_ranks"), [(AUTO, 1), (AUTO, 8), (EXPLICIT, 1), (EXPLICIT, 2), (EXPLICIT, 4)]
+)
 def test_an_expert_axis_alone(axis_type: AxisType, num_ranks: int) -> None:
     mesh = make_mesh({"expert": num_ranks}, axis_type)
     with jax.set_mesh(mesh):
@@ -210,27 +211,31 @@ def test_counts_are_those_of_all_tokens(axes: dict[str, int], axis_type: AxisTyp
 
 
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
-@pytest.mark.parametrize(("reduce", "value"), [(jnp.sum, 256), (jnp.mean, 32)])
 @pytest.mark.parametrize(
     "axes", [{"data": 2, "expert": 4}, {"data": 4, "expert": 2}, {"expert": 8}]
 )
 def test_11_replicated_weights_get_the_whole_gradient(
-    axes: dict[str, int], reduce: Any, value: float, axis_type: AxisType
+    axes: dict[str, int], axis_type: AxisType
 ) -> None:
     """pytorch/pytorch #160285, as in test_cases_gradients.py: neither a share nor a multiple."""
     mesh = make_mesh(axes, axis_type)
     data_axes = tuple(name for name in axes if name == "data")
     batch = cases.oracle(np.zeros((8, 1), np.int32), 1.0, num_experts=8)
 
-    def loss(w_down: Any) -> Any:
+    def losses(w_down: Any) -> Any:
         y = entry(data_axes=data_axes)(*batch[:5], w_down)
-        return reduce(y[:, 0])
+        return jnp.stack([jnp.sum(y[:, 0]), jnp.mean(y[:, 0])])
+
+    def gradients(w_down: Any) -> Any:
+        pull = jax.vjp(losses, w_down)[1]
+        return [pull(dy)[0] for dy in jnp.eye(2)]
 
     with jax.set_mesh(mesh):
         w_down = jax.device_put(batch.w_down, NamedSharding(mesh, P()))
-        dw_down = jax.jit(jax.grad(loss))(w_down)
-    assert dw_down[0, 0, 0] == value
-    assert not np.any(np.asarray(dw_down)[1:])
+        of_sum, of_mean = jax.jit(gradients)(w_down)
+    assert of_sum[0, 0, 0] == 256
+    assert of_mean[0, 0, 0] == 32
+    assert not np.any(np.asarray(of_sum)[1:])
 
 
 def test_frozen_experts() -> None:

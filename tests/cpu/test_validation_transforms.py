@@ -56,6 +56,19 @@ def test_refuses_hessian() -> None:
         jax.eval_shape(jax.hessian(_loss("x")), GOOD["x"])
 
 
+@pytest.mark.parametrize("transform", [jax.grad, jax.hessian, jax.jacrev, jax.jacfwd])
+def test_refuses_to_transform_a_pullback(transform: Any) -> None:
+    """The gradient as a function of the cotangent alone, whose forward has long been done."""
+    y, pull = jax.vjp(lambda x: layer.bind()(**{**GOOD, "x": x}), GOOD["x"])
+    with pytest.raises(NotImplementedError, match="mega_moe"):
+        jax.eval_shape(transform(lambda dy: jnp.sum(pull(dy)[0])), y)
+
+
+def test_refuses_vmap_of_a_gradient() -> None:
+    with pytest.raises(NotImplementedError, match="vmap of mega_moe is not supported"):
+        jax.eval_shape(jax.jacrev(lambda x: layer.bind()(**{**GOOD, "x": x})), GOOD["x"])
+
+
 @pytest.mark.parametrize("transform", ["jvp", "linearize", "jacfwd"])
 def test_forward_mode_raises_the_error_of_jax(transform: str) -> None:
     f, x = _loss("w_down"), GOOD["w_down"]
