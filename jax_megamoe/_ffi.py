@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe.config import Dims, MegaMoEConfig
-from jax_megamoe.plan import Plan, Step, plan_sizes
+from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
+from jax_megamoe.plan import Plan, Step, forward_steps, plan_chunks, plan_sizes
 
 PLAN = "jax_megamoe_plan"
 FORWARD = "jax_megamoe_forward"
@@ -60,13 +60,24 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
       RuntimeError: without the extension.
       ValueError: for dimensions that a plan cannot hold.
     """
-    sizes = plan_sizes(dims, steps)
     module, reason = extension()
     if module is None:
         raise RuntimeError(reason)
     register()
-    experts = dims.experts_per_rank
-    shapes = (
+    results = [_result(expert_idx, s, jnp.int32) for s in _plan_shapes(dims, steps)]
+    *arrays, _scratch = jax.ffi.ffi_call(PLAN, results)(
+        expert_idx,
+        experts=np.int64(dims.E),
+        rank=np.int64(rank),
+        steps=_step_fields(steps),
+    )
+    return Plan(*arrays)
+
+
+def _plan_shapes(dims: Dims, steps: Sequence[Step]) -> list[tuple[int, ...]]:
+    """Of the arrays of a plan and of the scratch behind them, all int32."""
+    sizes, experts = plan_sizes(dims, steps), dims.experts_per_rank
+    return [
         (dims.R, experts),
         (experts + 1,),
         (dims.R, dims.T, dims.K),
@@ -74,17 +85,13 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
         (sizes.items, 4),
         (dims.R * dims.T,),
         (2,),
-        (module.plan_chunks(dims.T, dims.K, dims.R), experts),
-    )
-    call = jax.ffi.ffi_call(PLAN, [_result(expert_idx, shape, jnp.int32) for shape in shapes])
+        (plan_chunks(dims), experts),
+    ]
+
+
+def _step_fields(steps: Sequence[Step]) -> np.ndarray:
     fields = [(step.tiles_m or 0, step.tiles_n, step.lag) for step in steps]
-    *arrays, _scratch = call(
-        expert_idx,
-        experts=np.int64(dims.E),
-        rank=np.int64(rank),
-        steps=np.array(fields, np.int64).reshape(-1),
-    )
-    return Plan(*arrays)
+    return np.array(fields, np.int64).reshape(-1)
 
 
 def forward_call(
@@ -98,6 +105,7 @@ def forward_call(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: AxisName,
+    launches: Sequence[int] = (15,),
 ) -> tuple[jax.Array, jax.Array]:
     """The forward custom call of one rank.
 
@@ -108,15 +116,22 @@ def forward_call(
       y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert.
     """
     register()
+    steps = forward_steps(dims)
+    rows = plan_sizes(dims, steps).pool_rows
     results = [
         _result(x, (dims.T, dims.H), jnp.bfloat16),
-        _result(x, (dims.experts_per_rank,), jnp.int32),
+        *(_result(x, shape, jnp.int32) for shape in _plan_shapes(dims, steps)),
+        _result(x, (rows, dims.H), jnp.bfloat16),
+        _result(x, (rows, dims.I), jnp.bfloat16),
+        _result(x, (96 + 3 * rows // TILE_ROWS,), jnp.int32),
     ]
     call = jax.ffi.ffi_call(FORWARD, results)
     attributes = _attributes(dims, config, axis_name)
     operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
-    y, counts = call(*operands, **attributes)
-    return y.astype(x.dtype), counts
+    y, counts, *_ = call(
+        *operands, steps=_step_fields(steps), launches=np.array(launches, np.int64), **attributes
+    )
+    return y.astype(x.dtype), counts.sum(axis=0, dtype=jnp.int32)
 
 
 def backward_call(

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <set>
 
+#include "kernel/forward.h"
 #include "plan/plan.h"
 #include "shared/cuda_status.h"
 
@@ -42,7 +43,9 @@ std::string PrepareDevice() {
            std::to_string(properties.minor) +
            "; the kernels run on 9.0 (H100, H200, GH200) only; use backend=\"reference\"";
   }
-  if (CudaStatus status = LoadPlan(); !status.ok()) return status.text();
+  for (const CudaStatus& status : {LoadPlan(), LoadForward()}) {
+    if (!status.ok()) return status.text();
+  }
   ready->insert(device);
   return "";
 }
