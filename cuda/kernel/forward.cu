@@ -4,7 +4,7 @@
 #include "kernel/forward_steps.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "roles/combine.cuh"
-#include "roles/dispatch.cuh"
+#include "roles/gather.cuh"
 #include "roles/load.cuh"
 #include "roles/multiply.cuh"
 #include "roles/store.cuh"
@@ -19,11 +19,9 @@ static_assert(kServiceRegisters + kNumConsumers * kMultiplyRegisters <= 504,
               "65536 registers over three warpgroups, in steps of 8");
 
 // Warps of the first warpgroup; the other two multiply.
-constexpr int kLoadWarp = 0;
-constexpr int kStoreWarp = 1;
+enum ServiceWarp { kLoadWarp, kStoreWarp, kGatherWarp, kCombineWarp };
 
-// Claims of the warps that multiply before they start: the first tiles are ready sooner.
-constexpr int kHelpingClaims = 1;
+constexpr int kEndOfProducts = 1;  // hardware barrier
 
 __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& maps,
                                       const ForwardParams& p, int warp) {
@@ -32,11 +30,25 @@ __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& m
     if (multiplies) LoadRole<ForwardSteps>(shared, maps, p).Run();
   } else if (warp == kStoreWarp) {
     if (multiplies) StoreRole<ForwardSteps>(shared, maps, p).Run();
-  } else if (p.phases & kDispatch) {
-    DispatchRole dispatch(p);
-    dispatch.Run(1 << 30);
-    constexpr int kWarps = kGroupThreads / kWarpThreads - 2;
-    dispatch.ZeroUnrouted(blockIdx.x * kWarps + warp - 2, gridDim.x * kWarps);
+  } else if (warp == kGatherWarp) {
+    if (multiplies) GatherRole<ForwardSteps>(shared, p).Run();
+  } else if (p.phases & kCombine) {
+    ZeroUnrouted(p, blockIdx.x, gridDim.x);
+    CombineRole(shared, p, AddressOf(shared.combine, 0), 0, kCombineBuffers).Run();
+  }
+}
+
+// The products of one warpgroup, then a share of the sums that are left.
+__device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const ForwardParams& p,
+                                                 int consumer, int consumer_warp) {
+  if (p.phases & (kGateUp | kDown)) MultiplyRole<ForwardSteps>(shared, p, consumer).Run();
+  if (p.phases & kCombine) {
+    // The stages become batch buffers: no product may read them any more.
+    ptx::GroupSync<kEndOfProducts, kNumConsumers * kGroupThreads>();
+    const int first = consumer_warp * kHelperBuffers;
+    CombineRole(shared, p, AddressOf(shared.stages, 0) + first * kBatchBytes,
+                kCombineBuffers + first, kHelperBuffers)
+        .Run();
   }
 }
 
@@ -48,16 +60,13 @@ __global__ __launch_bounds__(kBlockThreads, 1) void ForwardKernel(
   // Uniform over the warp, and the compiler knows it.
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpThreads, 0);
-  // setmaxnreg takes effect only if all that follows it is one branch: both end with the sums.
+  // setmaxnreg takes effect only if all that follows it is one branch.
   if (group == 0) {
     ptx::GiveRegisters<kServiceRegisters>();
     Serve(shared, maps, p, warp);
-    if (p.phases & kCombine) CombineRole(p).Run();
   } else {
     ptx::TakeRegisters<kMultiplyRegisters>();
-    if (p.phases & kDispatch) DispatchRole(p).Run(kHelpingClaims);
-    if (p.phases & (kGateUp | kDown)) MultiplyRole<ForwardSteps>(shared, p, group - 1).Run();
-    if (p.phases & kCombine) CombineRole(p).Run();
+    MultiplyThenHelp(shared, p, group - 1, warp - kGroupThreads / kWarpThreads);
   }
 }
 

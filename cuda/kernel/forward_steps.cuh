@@ -17,11 +17,10 @@ struct GateUpStep {
   static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) {
     return p.H / kBlockK;
   }
-  // Waits for all rows of the tile, pads included.
-  static __device__ __forceinline__ const uint32_t* Ready(const ForwardParams& p, int tile) {
-    return p.counters.x_ready + tile;
-  }
-  static __device__ __forceinline__ uint32_t ReadyCount(const ForwardParams&) { return kTileRows; }
+  static constexpr bool kGathersRows = true;  // A is x, a token in each row
+  static constexpr uint32_t kLoadBytes = kStageBytes - kStageABytes;
+  // Waits for nothing: x is there.
+  static __device__ __forceinline__ bool IsReady(const ForwardParams&, int) { return true; }
   static __device__ __forceinline__ uint32_t* Done(const ForwardParams& p, int tile) {
     return p.counters.h_done + tile;
   }
@@ -31,7 +30,6 @@ struct GateUpStep {
                                                    uint32_t barrier) {
     const uint32_t b = stage + kStageABytes;
     const int weight_row = item.expert * p.H + k * kBlockK;
-    ptx::TmaLoad(stage, maps.x_rows, barrier, k * kBlockK, item.row, ptx::kEvictNormal);
     ptx::TmaLoad(b, maps.w_gate, barrier, 0, weight_row, item.n * 2, ptx::kEvictLast);
     ptx::TmaLoad(b + 2 * ptx::kChunkBytes, maps.w_up, barrier, 0, weight_row, item.n * 2,
                  ptx::kEvictLast);
@@ -49,8 +47,7 @@ struct GateUpStep {
   }
 };
 
-// o = h Wd: 128 rows x 256 columns. Overwrites the tile's x, which every gate_up item of the tile
-// has read when h is done.
+// o = h Wd: 128 rows x 256 columns.
 struct DownStep {
   static constexpr int kStep = 1;
   static constexpr Phase kPhase = kDown;
@@ -59,11 +56,12 @@ struct DownStep {
   static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) {
     return p.I / kBlockK;
   }
-  static __device__ __forceinline__ const uint32_t* Ready(const ForwardParams& p, int tile) {
-    return p.counters.h_done + tile;
-  }
-  static __device__ __forceinline__ uint32_t ReadyCount(const ForwardParams& p) {
-    return (p.I + kGateUpColumns - 1) / kGateUpColumns;
+  static constexpr bool kGathersRows = false;
+  static constexpr uint32_t kLoadBytes = kStageBytes;
+  // Waits for all columns of the tile's h.
+  static __device__ __forceinline__ bool IsReady(const ForwardParams& p, int tile) {
+    const uint32_t all = (p.I + kGateUpColumns - 1) / kGateUpColumns;
+    return ptx::LoadAcquire(p.counters.h_done + tile) >= all;
   }
   static __device__ __forceinline__ uint32_t* Done(const ForwardParams& p, int tile) {
     return p.counters.o_done + tile;

@@ -27,6 +27,15 @@ __device__ __forceinline__ void TmaLoad(uint32_t shared, const CUtensorMap& map,
       "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
       : "memory");
 }
+// Plain bytes, a multiple of 16; completes on the barrier like a tensor.
+__device__ __forceinline__ void BulkLoad(uint32_t shared, const void* global, uint32_t bytes,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared),
+      "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
 __device__ __forceinline__ void TmaStore(const CUtensorMap& map, uint32_t shared, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2,%3}], [%1];" ::"l"(
                    &map),
@@ -44,6 +53,21 @@ __device__ __forceinline__ void StoreWaitRead() {
 // Waits until all groups have been written to memory.
 __device__ __forceinline__ void StoreWaitAll() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// ---- 16 bytes a lane (cp.async), in groups of the issuing thread ----
+
+// Copies 16 bytes, or writes zeros where `valid` is false.
+__device__ __forceinline__ void CopyAsync(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void CopyCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kPending groups have arrived.
+template <int kPending>
+__device__ __forceinline__ void CopyWait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace megamoe::ptx

@@ -1,9 +1,9 @@
 // Load: claims items and feeds the stages.
 //
-// reads      the plan's items; x, h and the weights (TMA)
+// reads      the plan's items; the weights and h (TMA)
 // writes     items and stages in shared memory
-// waits on   item_empty, stage_empty; Step::Ready of the item: claimed earlier, so that its writer
-//            makes progress whatever blocks are resident
+// waits on   item_empty, stage_empty; Step::IsReady of the item: what it reads was claimed earlier,
+//            so that its writer makes progress whatever blocks are resident
 // signals    item_full, stage_full
 // threads    one warp, all lanes converged; one lane issues
 #pragma once
@@ -73,8 +73,7 @@ class LoadRole {
   __device__ __forceinline__ bool PollNext() {
     bool ready = false;
     Steps::With(next_.step, [&]<typename Step>() {
-      const int tile = next_.row / kTileRows;
-      ready = ptx::LoadAcquire(Step::Ready(p_, tile)) >= Step::ReadyCount(p_);
+      ready = Step::IsReady(p_, next_.row / kTileRows);
     });
     return ready;
   }
@@ -92,10 +91,9 @@ class LoadRole {
   template <typename Step>
   __device__ __forceinline__ void LoadItem(const TileItem& item, bool ready) {
     if (!ready) {
-      const uint32_t* flag = Step::Ready(p_, item.row / kTileRows);
-      while (ptx::LoadAcquire(flag) < Step::ReadyCount(p_)) __nanosleep(32);
+      while (!Step::IsReady(p_, item.row / kTileRows)) __nanosleep(32);
     }
-    // The rows were written through the generic proxy or by another block's TMA.
+    // What the flag announces was written by another block's TMA.
     ptx::FenceAsyncGlobal();
     __syncwarp();
     const int num_k_blocks = Step::NumKBlocks(p_);
@@ -104,7 +102,8 @@ class LoadRole {
       const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index);
       ptx::BarrierWait(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1);
       if (ptx::ElectOne()) {
-        ptx::BarrierArriveExpect(barrier, kStageBytes);
+        ptx::BarrierArriveExpect(barrier, Step::kLoadBytes);
+        if (!Step::kGathersRows) ptx::BarrierArrive(barrier);
         Step::LoadStage(maps_, p_, item, k, AddressOf(shared_.stages, stage_.index), barrier);
       }
       __syncwarp();
