@@ -105,7 +105,7 @@ def forward_call(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: AxisName,
-    launches: Sequence[int] = (7,),
+    launches: Sequence[int] = (15,),
 ) -> tuple[jax.Array, jax.Array]:
     """The forward custom call of one rank.
 
@@ -123,7 +123,7 @@ def forward_call(
         *(_result(x, shape, jnp.int32) for shape in _plan_shapes(dims, steps)),
         _result(x, (rows, dims.H), jnp.bfloat16),
         _result(x, (rows, dims.I), jnp.bfloat16),
-        _result(x, (64 + 2 * rows // TILE_ROWS,), jnp.int32),
+        _result(x, (96 + 3 * rows // TILE_ROWS,), jnp.int32),
     ]
     call = jax.ffi.ffi_call(FORWARD, results)
     attributes = _attributes(dims, config, axis_name)

@@ -52,11 +52,11 @@ ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx,
   const ffi::ErrorOr<PlanArrays> arrays = ReadPlanArrays(*plan, results, 1);
   if (arrays.has_error()) return arrays.error();
   const ffi::ErrorOr<void*> y = ResultData<Bf16Matrix>(results, 0);
-  const ffi::ErrorOr<void*> o = ResultData<Bf16Matrix>(results, kNumPlanResults + 1);
+  const ffi::ErrorOr<void*> pool = ResultData<Bf16Matrix>(results, kNumPlanResults + 1);
   const ffi::ErrorOr<void*> h = ResultData<Bf16Matrix>(results, kNumPlanResults + 2);
   const ffi::ErrorOr<void*> counters =
       ResultData<ffi::Buffer<ffi::S32, 1>>(results, kNumPlanResults + 3);
-  for (const auto* pointer : {&y, &o, &h, &counters}) {
+  for (const auto* pointer : {&y, &pool, &h, &counters}) {
     if (pointer->has_error()) return pointer->error();
   }
   ForwardCall call = {};
@@ -72,7 +72,7 @@ ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx,
   call.w_up = w_up.untyped_data();
   call.w_down = w_down.untyped_data();
   call.y = *y;
-  call.o = *o;
+  call.pool = *pool;
   call.h = *h;
   call.counters = static_cast<uint32_t*>(*counters);
   return FromCuda(RunForward(stream, call, launches->begin(), launches->size()));

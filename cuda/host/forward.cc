@@ -14,12 +14,13 @@ constexpr int64_t kClaimStride = 32;
 ForwardCounters CountersAt(uint32_t* base, int64_t pool_rows) {
   const int64_t tiles = pool_rows / kTileRows;
   uint32_t* of_tiles = base + kNumClaims * kClaimStride;
-  return {base, base + kClaimStride, of_tiles, of_tiles + tiles};
+  return {base,     base + kClaimStride, base + 2 * kClaimStride,
+          of_tiles, of_tiles + tiles,    of_tiles + 2 * tiles};
 }
 
 CudaStatus MakeMaps(const ForwardCall& c, ForwardMaps* maps) {
   const int64_t experts = c.plan.dims.experts_per_rank();
-  const Matrix o = {c.o, c.pool_rows, c.H};
+  const Matrix pool = {c.pool, c.pool_rows, c.H};
   const Matrix h = {c.h, c.pool_rows, c.I};
   const Matrix gate = {const_cast<void*>(c.w_gate), experts * c.H, c.I};
   const Matrix up = {const_cast<void*>(c.w_up), experts * c.H, c.I};
@@ -28,7 +29,8 @@ CudaStatus MakeMaps(const ForwardCall& c, ForwardMaps* maps) {
     CUtensorMap* map;
     CudaStatus status;
   } made[] = {
-      {&maps->o_out, RowsMap(o, kTileRows / 2, &maps->o_out)},
+      {&maps->x_rows, RowsMap(pool, kTileRows, &maps->x_rows)},
+      {&maps->o_out, RowsMap(pool, kTileRows / 2, &maps->o_out)},
       {&maps->h_rows, RowsMap(h, kTileRows, &maps->h_rows)},
       {&maps->h_out, RowsMap(h, kTileRows / 2, &maps->h_out)},
       {&maps->w_gate, ChunksMap(gate, 2, &maps->w_gate)},
@@ -59,7 +61,7 @@ CudaStatus NumMultiprocessors(int* count) {
 }  // namespace
 
 int64_t NumForwardCounters(int64_t pool_rows) {
-  return kNumClaims * kClaimStride + 2 * (pool_rows / kTileRows);
+  return kNumClaims * kClaimStride + 3 * (pool_rows / kTileRows);
 }
 
 CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c, const int64_t* launches,
@@ -84,7 +86,7 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c, const int64_t* 
   params.expert_idx = c.expert_idx;
   params.expert_weight = c.expert_weight;
   params.x = static_cast<const uint4*>(c.x);
-  params.o = static_cast<const uint4*>(c.o);
+  params.pool = static_cast<uint4*>(c.pool);
   params.y = static_cast<uint4*>(c.y);
   for (int64_t i = 0; i < num_launches; ++i) {
     params.phases = static_cast<uint32_t>(launches[i]);

@@ -24,7 +24,7 @@ struct ForwardCall {
   const void* w_up;            // [E, H, I] bf16
   const void* w_down;          // [E, I, H] bf16
   void* y;                     // [T, H] bf16
-  void* o;                     // [P, H] bf16
+  void* pool;                  // [P, H] bf16
   void* h;                     // [P, I] bf16
   uint32_t* counters;          // [NumForwardCounters(P)]
 };

@@ -4,7 +4,7 @@
 #include "kernel/forward_steps.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "roles/combine.cuh"
-#include "roles/gather.cuh"
+#include "roles/dispatch.cuh"
 #include "roles/load.cuh"
 #include "roles/multiply.cuh"
 #include "roles/store.cuh"
@@ -19,7 +19,10 @@ static_assert(kServiceRegisters + kNumConsumers * kMultiplyRegisters <= 504,
               "65536 registers over three warpgroups, in steps of 8");
 
 // Warps of the first warpgroup; the other two multiply.
-enum ServiceWarp { kLoadWarp, kStoreWarp, kGatherWarp, kCombineWarp };
+enum ServiceWarp { kLoadWarp, kStoreWarp, kFirstCommWarp };
+
+// Claims of the warps that multiply before they start: the first tiles are ready sooner.
+constexpr int kHelpingClaims = 1;
 
 constexpr int kEndOfProducts = 1;  // hardware barrier
 
@@ -30,24 +33,31 @@ __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& m
     if (multiplies) LoadRole<ForwardSteps>(shared, maps, p).Run();
   } else if (warp == kStoreWarp) {
     if (multiplies) StoreRole<ForwardSteps>(shared, maps, p).Run();
-  } else if (warp == kGatherWarp) {
-    if (multiplies) GatherRole<ForwardSteps>(shared, p).Run();
-  } else if (p.phases & kCombine) {
-    ZeroUnrouted(p, blockIdx.x, gridDim.x);
-    CombineRole(shared, p, AddressOf(shared.combine, 0), 0, kCombineBuffers).Run();
+  } else {
+    const int comm_warp = warp - kFirstCommWarp;
+    if (p.phases & kDispatch) {
+      DispatchRole dispatch(p);
+      dispatch.Run(1 << 30);
+      dispatch.ZeroUnrouted(blockIdx.x * kCombineWarps + comm_warp, gridDim.x * kCombineWarps);
+    }
+    if (p.phases & kCombine) {
+      const int first = comm_warp * kCombineBuffers;
+      CombineRole(shared, p, AddressOf(shared.combine, first), first, kCombineBuffers).Run();
+    }
   }
 }
 
 // The products of one warpgroup, then a share of the sums that are left.
 __device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const ForwardParams& p,
                                                  int consumer, int consumer_warp) {
+  if (p.phases & kDispatch) DispatchRole(p).Run(kHelpingClaims);
   if (p.phases & (kGateUp | kDown)) MultiplyRole<ForwardSteps>(shared, p, consumer).Run();
   if (p.phases & kCombine) {
     // The stages become batch buffers: no product may read them any more.
     ptx::GroupSync<kEndOfProducts, kNumConsumers * kGroupThreads>();
     const int first = consumer_warp * kHelperBuffers;
     CombineRole(shared, p, AddressOf(shared.stages, 0) + first * kBatchBytes,
-                kCombineBuffers + first, kHelperBuffers)
+                kAllCombineBuffers + first, kHelperBuffers)
         .Run();
   }
 }

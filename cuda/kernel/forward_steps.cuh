@@ -17,10 +17,10 @@ struct GateUpStep {
   static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) {
     return p.H / kBlockK;
   }
-  static constexpr bool kGathersRows = true;  // A is x, a token in each row
-  static constexpr uint32_t kLoadBytes = kStageBytes - kStageABytes;
-  // Waits for nothing: x is there.
-  static __device__ __forceinline__ bool IsReady(const ForwardParams&, int) { return true; }
+  // Waits for all rows of the tile, pads included.
+  static __device__ __forceinline__ bool IsReady(const ForwardParams& p, int tile) {
+    return ptx::LoadAcquire(p.counters.x_ready + tile) >= kTileRows;
+  }
   static __device__ __forceinline__ uint32_t* Done(const ForwardParams& p, int tile) {
     return p.counters.h_done + tile;
   }
@@ -30,6 +30,7 @@ struct GateUpStep {
                                                    uint32_t barrier) {
     const uint32_t b = stage + kStageABytes;
     const int weight_row = item.expert * p.H + k * kBlockK;
+    ptx::TmaLoad(stage, maps.x_rows, barrier, k * kBlockK, item.row, ptx::kEvictNormal);
     ptx::TmaLoad(b, maps.w_gate, barrier, 0, weight_row, item.n * 2, ptx::kEvictLast);
     ptx::TmaLoad(b + 2 * ptx::kChunkBytes, maps.w_up, barrier, 0, weight_row, item.n * 2,
                  ptx::kEvictLast);
@@ -56,8 +57,6 @@ struct DownStep {
   static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) {
     return p.I / kBlockK;
   }
-  static constexpr bool kGathersRows = false;
-  static constexpr uint32_t kLoadBytes = kStageBytes;
   // Waits for all columns of the tile's h.
   static __device__ __forceinline__ bool IsReady(const ForwardParams& p, int tile) {
     const uint32_t all = (p.I + kGateUpColumns - 1) / kGateUpColumns;

@@ -1,11 +1,10 @@
 // The shared memory of a block, and the rings that live in it.
 //
 // Who arrives on which barrier, and what an arrival says:
-//   stage_full     load (1, with the bytes), gather (1)   the stage holds its operand tiles; where
-//                  nothing is gathered, load arrives for both
+//   stage_full     load (1, with the bytes)   the stage holds its operand tiles
 //   stage_empty    multiply (8: each warp)    no product of the warp reads the stage any more
 //   item_full      load (1)                   the ring slot holds the next item
-//   item_empty     multiply (8), store (1), gather (1)    the warp has read the slot
+//   item_empty     multiply (8), store (1)    the warp has read the slot
 //   staging_full   multiply (4: each warp of one consumer)  a chunk of the result is written
 //   staging_empty  store (1)                  the chunk has been read by its TMA store
 //   batch_full     combine (1, with the bytes)            the rows of a batch are there
@@ -37,14 +36,15 @@ constexpr int kStagingBuffers = 2;  // of each consumer
 constexpr uint32_t kStageABytes = kTileRows * kBlockK * 2;
 constexpr uint32_t kStageBytes = kStageABytes + kTileColumns * kBlockK * 2;
 
-// Rows of o on their way to the sums: a batch is up to 8 rows of up to 512 columns. One warp sums
-// from the start with buffers of its own; the warps that multiply join at the end and reuse the
-// stages.
+// Rows of o on their way to the sums: a batch is up to 8 rows of up to 512 columns. Two warps sum
+// with buffers of their own; the warps that multiply join at the end and reuse the stages.
 constexpr int kBatchRows = 8;
 constexpr int kBatchColumns = 512;
 constexpr uint32_t kBatchRowBytes = kBatchColumns * 2;
 constexpr uint32_t kBatchBytes = kBatchRows * kBatchRowBytes;
-constexpr int kCombineBuffers = 5;
+constexpr int kCombineWarps = 2;
+constexpr int kCombineBuffers = 3;  // of each of those warps
+constexpr int kAllCombineBuffers = kCombineWarps * kCombineBuffers;
 constexpr int kHelperBuffers = 2;
 static_assert(kConsumerWarps * kHelperBuffers * kBatchBytes <= kNumStages * kStageBytes);
 
@@ -72,10 +72,10 @@ constexpr int16_t kNoMoreItems = -1;
 struct SharedMemory {
   alignas(1024) uint8_t stages[kNumStages][kStageBytes];  // A, then B
   alignas(1024) uint8_t staging[kNumConsumers][kStagingBuffers][ptx::kChunkBytes];
-  alignas(128) uint8_t combine[kCombineBuffers][kBatchBytes];
+  alignas(128) uint8_t combine[kAllCombineBuffers][kBatchBytes];
   TileItem items[kItemSlots];
-  BatchHeader batches[kCombineBuffers + kConsumerWarps * kHelperBuffers];
-  uint64_t batch_full[kCombineBuffers + kConsumerWarps * kHelperBuffers];
+  BatchHeader batches[kAllCombineBuffers + kConsumerWarps * kHelperBuffers];
+  uint64_t batch_full[kAllCombineBuffers + kConsumerWarps * kHelperBuffers];
   uint64_t stage_full[kNumStages];
   uint64_t stage_empty[kNumStages];
   uint64_t item_full[kItemSlots];
@@ -98,10 +98,10 @@ __device__ inline void InitBarriers(SharedMemory& shared) {
       ptx::BarrierInit(ptx::SharedAddress(first + i), arrivals);
     }
   };
-  init(shared.stage_full, 2);
+  init(shared.stage_full, 1);
   init(shared.stage_empty, kConsumerWarps);
   init(shared.item_full, 1);
-  init(shared.item_empty, kConsumerWarps + 2);
+  init(shared.item_empty, kConsumerWarps + 1);
   init(shared.batch_full, 1);
   init(shared.staging_full, 4);
   init(shared.staging_empty, 1);

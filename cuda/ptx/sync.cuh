@@ -61,6 +61,21 @@ __device__ __forceinline__ void AddRelease(uint32_t* flag, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
+// ---- rows, 16 bytes a lane ----
+
+// Data that no thread of this kernel writes.
+__device__ __forceinline__ uint4 LoadReadOnly(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void Store(uint4* p, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
 __device__ __forceinline__ uint4 LoadShared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -85,16 +100,6 @@ __device__ __forceinline__ bool ElectOne() {
       "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
       : "=r"(elected));
   return elected != 0;
-}
-
-// Hides a value from the compiler, so that nothing derived from it moves out of a loop.
-template <typename T>
-__device__ __forceinline__ void KeepInPlace(T& value) {
-  if constexpr (sizeof(T) == 8) {
-    asm volatile("" : "+l"(value));
-  } else {
-    asm volatile("" : "+r"(value));
-  }
 }
 
 template <int kRegisters>

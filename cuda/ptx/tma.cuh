@@ -55,19 +55,4 @@ __device__ __forceinline__ void StoreWaitAll() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// ---- 16 bytes a lane (cp.async), in groups of the issuing thread ----
-
-// Copies 16 bytes, or writes zeros where `valid` is false.
-__device__ __forceinline__ void CopyAsync(uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void CopyCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last kPending groups have arrived.
-template <int kPending>
-__device__ __forceinline__ void CopyWait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 }  // namespace megamoe::ptx

@@ -93,7 +93,7 @@ class LoadRole {
     if (!ready) {
       while (!Step::IsReady(p_, item.row / kTileRows)) __nanosleep(32);
     }
-    // What the flag announces was written by another block's TMA.
+    // What the flag announces was written through the generic proxy or by another block's TMA.
     ptx::FenceAsyncGlobal();
     __syncwarp();
     const int num_k_blocks = Step::NumKBlocks(p_);
@@ -102,8 +102,7 @@ class LoadRole {
       const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index);
       ptx::BarrierWait(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1);
       if (ptx::ElectOne()) {
-        ptx::BarrierArriveExpect(barrier, Step::kLoadBytes);
-        if (!Step::kGathersRows) ptx::BarrierArrive(barrier);
+        ptx::BarrierArriveExpect(barrier, kStageBytes);
         Step::LoadStage(maps_, p_, item, k, AddressOf(shared_.stages, stage_.index), barrier);
       }
       __syncwarp();

@@ -18,19 +18,22 @@ constexpr int kDownColumns = 256;
 // Which parts of the forward one launch does. All of them is the kernel; one at a time is the
 // unfused baseline out of the same code.
 enum Phase : uint32_t {
-  kGateUp = 1,
-  kDown = 2,
-  kCombine = 4,
+  kDispatch = 1,
+  kGateUp = 2,
+  kDown = 4,
+  kCombine = 8,
 };
 
 // Progress of one call; zero before its first launch. A tile is kTileRows pool rows.
 struct ForwardCounters {
   uint32_t* next_item;   // claimed items of the plan's list
+  uint32_t* next_row;    // claimed pool rows of the dispatch
   uint32_t* next_token;  // claimed places of token_order
+  uint32_t* x_ready;     // [tiles]: rows that hold x or zeros
   uint32_t* h_done;      // [tiles]: N-tiles of h that are in memory
   uint32_t* o_done;      // [tiles]: N-tiles of o that are in memory
 };
-constexpr int kNumClaims = 2;
+constexpr int kNumClaims = 3;
 
 struct ForwardParams {
   RoutingDims dims;
@@ -43,18 +46,19 @@ struct ForwardParams {
   const int32_t* expert_idx;   // [T, K]
   const float* expert_weight;  // [T, K]
   const uint4* x;              // [T, H] bf16
-  const uint4* o;              // [P, H] bf16
+  uint4* pool;                 // [P, H] bf16: x of each row, later overwritten by its o
   uint4* y;                    // [T, H] bf16
 };
 
 // Row-major bf16 matrices in boxes of 64 columns; see host/forward.cc.
 struct ForwardMaps {
+  CUtensorMap x_rows;   // pool, 128 rows a box
   CUtensorMap w_gate;   // [E/R H, I] as MN-major chunks, 2 a box
   CUtensorMap w_up;     // likewise
   CUtensorMap h_out;    // h, 64 rows a box
   CUtensorMap h_rows;   // h, 128 rows a box
   CUtensorMap w_down;   // [E/R I, H] as MN-major chunks, 4 a box
-  CUtensorMap o_out;    // o, 64 rows a box
+  CUtensorMap o_out;    // pool, 64 rows a box
 };
 
 }  // namespace megamoe
