@@ -21,9 +21,6 @@ static_assert(kServiceRegisters + kNumConsumers * kMultiplyRegisters <= 504,
 // Warps of the first warpgroup; the other two multiply.
 enum ServiceWarp { kLoadWarp, kStoreWarp, kFirstCommWarp };
 
-// Claims of the warps that multiply before they start: the first tiles are ready sooner.
-constexpr int kHelpingClaims = 1;
-
 constexpr int kEndOfProducts = 1;  // hardware barrier
 
 __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& maps,
@@ -36,9 +33,8 @@ __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& m
   } else {
     const int comm_warp = warp - kFirstCommWarp;
     if (p.phases & kDispatch) {
-      DispatchRole dispatch(p);
-      dispatch.Run(1 << 30);
-      dispatch.ZeroUnrouted(blockIdx.x * kCombineWarps + comm_warp, gridDim.x * kCombineWarps);
+      DispatchRole(shared, p, comm_warp).Run();
+      ZeroUnrouted(p, blockIdx.x * kCombineWarps + comm_warp, gridDim.x * kCombineWarps);
     }
     if (p.phases & kCombine) {
       const int first = comm_warp * kCombineBuffers;
@@ -50,7 +46,6 @@ __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& m
 // The products of one warpgroup, then a share of the sums that are left.
 __device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const ForwardParams& p,
                                                  int consumer, int consumer_warp) {
-  if (p.phases & kDispatch) DispatchRole(p).Run(kHelpingClaims);
   if (p.phases & (kGateUp | kDown)) MultiplyRole<ForwardSteps>(shared, p, consumer).Run();
   if (p.phases & kCombine) {
     // The stages become batch buffers: no product may read them any more.

@@ -7,6 +7,7 @@
 //   item_empty     multiply (8), store (1)    the warp has read the slot
 //   staging_full   multiply (4: each warp of one consumer)  a chunk of the result is written
 //   staging_empty  store (1)                  the chunk has been read by its TMA store
+//   piece_full     dispatch (1, with the bytes)           the piece of x is there
 //   batch_full     combine (1, with the bytes)            the rows of a batch are there
 #pragma once
 
@@ -48,6 +49,17 @@ constexpr int kAllCombineBuffers = kCombineWarps * kCombineBuffers;
 constexpr int kHelperBuffers = 2;
 static_assert(kConsumerWarps * kHelperBuffers * kBatchBytes <= kNumStages * kStageBytes);
 
+// Rows of x on their way to the pool, in the same buffers, before the sums.
+constexpr int kPieceColumns = 2048;
+constexpr uint32_t kPieceBytes = kPieceColumns * 2;
+constexpr uint32_t kNumPieces = 6;
+constexpr uint32_t kPieceEnds = 16;
+struct PieceEnd {
+  int64_t to;  // first element of the pool
+  uint32_t bytes;
+  int32_t tile;  // see roles/dispatch.cuh
+};
+
 // What a batch is, for the warp that sums it.
 struct alignas(16) BatchHeader {
   float weight[kBatchRows];
@@ -76,6 +88,8 @@ struct SharedMemory {
   TileItem items[kItemSlots];
   BatchHeader batches[kAllCombineBuffers + kConsumerWarps * kHelperBuffers];
   uint64_t batch_full[kAllCombineBuffers + kConsumerWarps * kHelperBuffers];
+  PieceEnd piece_ends[kCombineWarps][kPieceEnds];
+  uint64_t piece_full[kCombineWarps][kNumPieces];
   uint64_t stage_full[kNumStages];
   uint64_t stage_empty[kNumStages];
   uint64_t item_full[kItemSlots];
@@ -102,6 +116,7 @@ __device__ inline void InitBarriers(SharedMemory& shared) {
   init(shared.stage_empty, kConsumerWarps);
   init(shared.item_full, 1);
   init(shared.item_empty, kConsumerWarps + 1);
+  init(shared.piece_full, 1);
   init(shared.batch_full, 1);
   init(shared.staging_full, 4);
   init(shared.staging_empty, 1);

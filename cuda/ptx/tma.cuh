@@ -36,6 +36,11 @@ __device__ __forceinline__ void BulkLoad(uint32_t shared, const void* global, ui
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
+__device__ __forceinline__ void BulkStore(void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void TmaStore(const CUtensorMap& map, uint32_t shared, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2,%3}], [%1];" ::"l"(
                    &map),
@@ -50,9 +55,11 @@ template <int kPending>
 __device__ __forceinline__ void StoreWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// Waits until all groups have been written to memory.
-__device__ __forceinline__ void StoreWaitAll() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+// Waits until all but the last kPending groups have been written to memory.
+template <int kPending>
+__device__ __forceinline__ void StoreWait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
+__device__ __forceinline__ void StoreWaitAll() { StoreWait<0>(); }
 
 }  // namespace megamoe::ptx
