@@ -7,18 +7,16 @@ none can be dropped or overlapped. The same loop without the plan is subtracted.
 """
 
 import argparse
-import datetime
 import functools
-import importlib.metadata
 import json
 import pathlib
-import subprocess
 import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _record import smi, write
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
@@ -68,16 +66,6 @@ def microseconds(function: Callable[[jax.Array], object], idx: jax.Array) -> flo
     return float(np.median(times))
 
 
-def smi(query: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def commit() -> str:
-    result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return result.stdout.strip() or "unknown"
-
-
 def measure(dims: Dims) -> list[dict[str, object]]:
     rows = []
     for kernel, make_steps in (("forward", forward_steps), ("backward", backward_steps)):
@@ -97,7 +85,7 @@ def measure(dims: Dims) -> list[dict[str, object]]:
                     "us": round(with_plan - loop_alone, 2),
                     "us_with_loop": round(with_plan, 2),
                     "us_loop_alone": round(loop_alone, 2),
-                    "sm_clock": smi("clocks.sm"),
+                    "clock_mhz": int(smi("clocks.sm").split()[0]),
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
@@ -108,17 +96,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Device time of one call of the plan kernel.")
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     out = parser.parse_args().out
-    result = {
-        "commit": commit(),
-        "gpu": smi("name"),
-        "driver": smi("driver_version"),
-        "versions": {p: importlib.metadata.version(p) for p in ("jax", "jaxlib")},
-        "date": datetime.date.today().isoformat(),
-        "results": measure(Dims(T=16384, K=8, E=128, R=1, H=2048, I=768)),
-    }
+    records = measure(Dims(T=16384, K=8, E=128, R=1, H=2048, I=768))
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2) + "\n")
+        write(out, records)
 
 
 if __name__ == "__main__":

@@ -2,4 +2,8 @@
 
 from jax_megamoe.config import MegaMoEConfig as MegaMoEConfig
 from jax_megamoe.ops import mega_moe as mega_moe
+from jax_megamoe.router import Routing as Routing
+from jax_megamoe.router import route as route
 from jax_megamoe.sharding import sharded_mega_moe as sharded_mega_moe
+
+__version__ = "0.1.0"

@@ -22,6 +22,10 @@ BACKWARD = "jax_megamoe_backward"
 
 AxisName = str | tuple[str, ...] | None
 
+# Parts of the forward, as in cuda/shared/forward.h: dispatch, gate_up, down, combine.
+FUSED = (1 | 2 | 4 | 8,)
+UNFUSED = (1, 2, 4, 8)
+
 
 @functools.cache
 def extension() -> tuple[ModuleType | None, str]:
@@ -49,7 +53,7 @@ def register() -> None:
         _register_once()
 
 
-def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan[jax.Array]:
+def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan:
     """Runs the plan kernel; its arrays are those of `plan.make_plan`, as JAX arrays.
 
     Args:
@@ -89,6 +93,11 @@ def _plan_shapes(dims: Dims, steps: Sequence[Step]) -> list[tuple[int, ...]]:
     ]
 
 
+def _forward_counters(pool_rows: int) -> int:
+    """As NumForwardCounters of cuda/host/forward.cc: 3 claims in 32 words each, 3 flags a tile."""
+    return 3 * 32 + 3 * (pool_rows // TILE_ROWS)
+
+
 def _step_fields(steps: Sequence[Step]) -> np.ndarray:
     fields = [(step.tiles_m or 0, step.tiles_n, step.lag) for step in steps]
     return np.array(fields, np.int64).reshape(-1)
@@ -105,12 +114,14 @@ def forward_call(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: AxisName,
-    launches: Sequence[int] = (15,),
+    launches: Sequence[int] = FUSED,
 ) -> tuple[jax.Array, jax.Array]:
     """The forward custom call of one rank.
 
     Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight to float32.
       axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
+      launches: the parts that each launch of the kernel does, see cuda/shared/forward.h; UNFUSED
+        does the same work one part at a time.
 
     Returns:
       y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert.
@@ -123,7 +134,7 @@ def forward_call(
         *(_result(x, shape, jnp.int32) for shape in _plan_shapes(dims, steps)),
         _result(x, (rows, dims.H), jnp.bfloat16),
         _result(x, (rows, dims.I), jnp.bfloat16),
-        _result(x, (96 + 3 * rows // TILE_ROWS,), jnp.int32),
+        _result(x, (_forward_counters(rows),), jnp.int32),
     ]
     call = jax.ffi.ffi_call(FORWARD, results)
     attributes = _attributes(dims, config, axis_name)
@@ -131,7 +142,9 @@ def forward_call(
     y, counts, *_ = call(
         *operands, steps=_step_fields(steps), launches=np.array(launches, np.int64), **attributes
     )
-    return y.astype(x.dtype), counts.sum(axis=0, dtype=jnp.int32)
+    # One source needs no sum, which would be a kernel of its own.
+    counts = counts[0] if dims.R == 1 else counts.sum(axis=0, dtype=jnp.int32)
+    return y.astype(x.dtype), counts
 
 
 def backward_call(
@@ -209,3 +222,25 @@ def _rank_groups(dims: Dims, axis_name: AxisName) -> np.ndarray:
     places = [mesh.axis_names.index(axis) for axis in axes]
     ids = np.moveaxis(ids, places, range(-len(places), 0))
     return ids.reshape(-1)
+
+
+def wait_probe(
+    trigger: jax.Array, *, deadline_ns: int, release_ns: int, report: str
+) -> tuple[jax.Array, jax.Array]:
+    """Runs a kernel of one block that only waits for a flag, to test how a wait fails.
+
+    Args:
+      trigger: int32 [1], read by nothing; it orders the probe in a program.
+      deadline_ns: how long the kernel waits.
+      release_ns: when the kernel itself raises the flag; negative for never.
+      report: how a failed wait becomes an exception, "future", "next_call" or "trap"
+        (cuda/ffi/wait_probe.cc).
+
+    Returns:
+      int32 [1], 1 when the flag came and 0 when it did not; and the flag, int32 [1].
+    """
+    register()
+    word = _result(trigger, (1,), jnp.int32)
+    call = jax.ffi.ffi_call(f"jax_megamoe_wait_probe_{report}", [word, word])
+    came, flag = call(trigger, deadline_ns=np.int64(deadline_ns), release_ns=np.int64(release_ns))
+    return came, flag

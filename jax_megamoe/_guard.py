@@ -1,7 +1,7 @@
 """An identity that refuses, by name, the transformations the op does not have.
 
 `custom_vjp` alone would let them through and fail far from the cause. The guard costs nothing: it
-lowers to its operand.
+lowers to its operands.
 """
 
 from typing import Any
@@ -11,16 +11,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 _guard_p = Primitive("mega_moe_guard")
+_guard_p.multiple_results = True
 
 
-def guard(x: jax.Array, *, backend: str) -> jax.Array:
-    """Returns x.
+def guard(*arrays: jax.Array, backend: str) -> list[jax.Array]:
+    """Returns the arrays: all inputs of a pass, so that a transformation of any one is seen.
 
     Raises (when the computation is transformed or lowered):
       NotImplementedError: under vmap, or when a gradient of mega_moe is differentiated again.
       ValueError: backend="cuda" in a computation lowered for another platform.
     """
-    return _guard_p.bind(x, backend=backend)
+    return _guard_p.bind(*arrays, backend=backend)
 
 
 def _check_platform(backend: str, platform: str) -> None:
@@ -33,20 +34,20 @@ def _check_platform(backend: str, platform: str) -> None:
 
 
 @_guard_p.def_impl
-def _impl(x: jax.Array, *, backend: str) -> jax.Array:
+def _impl(*arrays: jax.Array, backend: str) -> list[jax.Array]:
     _check_platform(backend, jax.default_backend())
-    return x
+    return list(arrays)
 
 
 @_guard_p.def_abstract_eval
-def _abstract_eval(x: Any, *, backend: str) -> Any:
-    return x
+def _abstract_eval(*avals: Any, backend: str) -> list[Any]:
+    return list(avals)
 
 
-def _lower(ctx: Any, x: Any, *, backend: str) -> list[Any]:
+def _lower(ctx: Any, *arrays: Any, backend: str) -> list[Any]:
     for platform in ctx.module_context.platforms:
         _check_platform(backend, platform)
-    return [x]
+    return list(arrays)
 
 
 def _refuse_vmap(*_: Any, **__: Any) -> Any:

@@ -1,26 +1,26 @@
 """`mega_moe`: the op, as one device inside `jax.shard_map` sees it, and its gradient."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe import _ffi, reference
 from jax_megamoe._guard import guard
+from jax_megamoe._ids import after_check, canonical_ids, checked
 from jax_megamoe.config import Dims, MegaMoEConfig
 from jax_megamoe.validation import check_call
 
 Array = jax.Array
+ArrayLike = jax.Array | np.ndarray
 
 
 def mega_moe(
-    x: Array,
-    expert_idx: Array,
-    expert_weight: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
+    x: ArrayLike,
+    expert_idx: ArrayLike,
+    expert_weight: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
     *,
     axis_name: str | None = None,
     precision: str = "bf16",
@@ -71,44 +71,36 @@ def mega_moe(
 def apply(
     config: MegaMoEConfig,
     axis_name: str | None,
-    x: Array,
-    expert_idx: Array,
-    expert_weight: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
+    x: ArrayLike,
+    expert_idx: ArrayLike,
+    expert_weight: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
 ) -> tuple[Array, Array]:
     """`mega_moe` with its static choices as one value; always returns (y, counts)."""
     dims = check_call(
         x, expert_idx, expert_weight, w_gate, w_up, w_down, config=config, axis_name=axis_name
     )
-    ids = canonical_ids(expert_idx, num_experts=dims.E, debug_checks=config.debug_checks)
-    if dims.T == 0:
-        return jnp.asarray(x), jnp.zeros((dims.experts_per_rank,), jnp.int32)
+    if config.debug_checks:
+        expert_idx = checked(expert_idx, num_experts=dims.E)
+    ids = canonical_ids(expert_idx, num_experts=dims.E)
     arrays = vary_alike(
-        jnp.reshape(x, (dims.T, dims.H)),
-        jnp.reshape(ids, (dims.T, dims.K)),
-        jnp.reshape(expert_weight, (dims.T, dims.K)),
-        w_gate,
-        w_up,
-        w_down,
+        jnp.asarray(x).reshape(dims.T, dims.H),
+        ids.reshape(dims.T, dims.K),
+        jnp.asarray(expert_weight).reshape(dims.T, dims.K),
+        *map(jnp.asarray, (w_gate, w_up, w_down)),
     )
-    y, counts = _mega_moe(dims, config, axis_name, *arrays)
+    if dims.T == 0:
+        # Not x itself: XLA fails on an empty array that passes through a shard_map.
+        y, counts = jnp.zeros(x.shape, x.dtype), jnp.zeros((dims.experts_per_rank,), jnp.int32)
+        y, counts, *_ = vary_alike(y, counts, *arrays)
+    else:
+        if config.debug_checks:
+            x_rows, ids, w, *weights = arrays
+            arrays = [after_check(x_rows, ids), ids, after_check(w, ids), *weights]
+        y, counts = _mega_moe(dims, config, axis_name, *arrays)
     return jnp.reshape(y, x.shape), counts
-
-
-def canonical_ids(expert_idx: Array | np.ndarray, *, num_experts: int, debug_checks: bool) -> Array:
-    """int32 ids, -1 for every id outside [0, E).
-
-    The comparison happens in the given dtype, and in NumPy for a NumPy array, so that a wide id
-    such as 2**32 + 3 cannot wrap into range.
-    """
-    if debug_checks:
-        jax.debug.callback(functools.partial(_check_ids, num_experts=num_experts), expert_idx)
-    xp = np if isinstance(expert_idx, np.ndarray) else jnp
-    last = np.asarray(min(num_experts - 1, np.iinfo(expert_idx.dtype).max), expert_idx.dtype)
-    in_range = (expert_idx >= 0) & (expert_idx <= last)
-    return jnp.asarray(xp.where(in_range, expert_idx.astype(np.int32), np.int32(-1)))
 
 
 def vary_alike(*arrays: Array) -> list[Array]:
@@ -117,24 +109,22 @@ def vary_alike(*arrays: Array) -> list[Array]:
     The transpose of that cast sums a replicated weight's gradient over the axes that the tokens
     vary over; without it the gradient would be one device's share.
     """
-    axes = sorted(frozenset().union(*(_varying_axes(a) for a in arrays)))
+    axes = sorted({name for a in arrays for name in _varying_axes(a)})
     return [_vary(a, tuple(n for n in axes if n not in _varying_axes(a))) for a in arrays]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _mega_moe(
+def _evaluate(
     dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array
 ) -> tuple[Array, Array]:
     """arrays: x [T, H], expert_idx int32 [T, K], expert_weight [T, K], w_gate, w_up, w_down."""
-    x, *rest = arrays
-    x = guard(x, backend=config.backend)
+    x, *rest = guard(*arrays, backend=config.backend)
     forward = _ffi.forward_call if _is_cuda(config) else reference.forward
     y, counts = forward(x, *rest, dims=dims, config=config, axis_name=axis_name)
     return y, counts
 
 
 def _mega_moe_fwd(dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array):
-    return _mega_moe(dims, config, axis_name, *arrays), arrays
+    return _evaluate(dims, config, axis_name, *arrays), arrays
 
 
 def _mega_moe_bwd(
@@ -142,10 +132,11 @@ def _mega_moe_bwd(
     config: MegaMoEConfig,
     axis_name: str | None,
     arrays: tuple[Array, ...],
-    cotangents: tuple[Array, Array],
+    cotangents: tuple[ArrayLike, object],
 ):
     _, expert_idx, expert_weight, *weights = arrays
-    dy = guard(cotangents[0], backend=config.backend)
+    (dy,) = guard(jnp.asarray(cotangents[0]), backend=config.backend)
+    dy = after_check(dy, expert_idx) if config.debug_checks else dy
     backward = _ffi.backward_call if _is_cuda(config) else reference.backward
     dx, dw, *dw_experts = backward(dy, *arrays, dims=dims, config=config, axis_name=axis_name)
     no_gradient = np.zeros(expert_idx.shape, jax.dtypes.float0)
@@ -155,24 +146,13 @@ def _mega_moe_bwd(
     return dx, no_gradient, dw.astype(expert_weight.dtype), *dw_experts
 
 
+_mega_moe = jax.custom_vjp(_evaluate, nondiff_argnums=(0, 1, 2))
 _mega_moe.defvjp(_mega_moe_fwd, _mega_moe_bwd)
 
 
 def _is_cuda(config: MegaMoEConfig) -> bool:
     """ "auto" is the reference until the fused kernels exist."""
     return config.backend == "cuda"
-
-
-def _check_ids(expert_idx: np.ndarray, *, num_experts: int) -> None:
-    """The debug check, on the host: raises ValueError for the first id that is out of range."""
-    ids = np.asarray(expert_idx).reshape(-1, expert_idx.shape[-1]).astype(object)
-    bad = np.argwhere((ids < -1) | (ids >= num_experts))
-    if bad.size:
-        token, slot = bad[0]
-        raise ValueError(
-            f"expert_idx: was {ids[token, slot]} at token {token}, slot {slot} "
-            f"({len(bad)} such ids); it may be -1 (no route) or in [0, {num_experts})"
-        )
 
 
 def _varying_axes(a: Array) -> frozenset[str]:

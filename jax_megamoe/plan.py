@@ -17,7 +17,7 @@ a kernel finishes with any number of resident blocks.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
     items: int
 
 
-class Plan[Array](NamedTuple):
+class Plan(NamedTuple):
     """The plan of one rank; every array is int32 and of static shape.
 
     The arrays are NumPy's from the twin and JAX's from the kernel.
@@ -89,13 +89,13 @@ class Plan[Array](NamedTuple):
     totals: [2], (num_items, num_tokens).
     """
 
-    counts: Array
-    expert_start: Array
-    slot_row: Array
-    row_slot: Array
-    items: Array
-    token_order: Array
-    totals: Array
+    counts: Any
+    expert_start: Any
+    slot_row: Any
+    row_slot: Any
+    items: Any
+    token_order: Any
+    totals: Any
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -208,9 +208,7 @@ def _check_limits(dims: Dims, steps: Sequence[Step]) -> None:
         lag_of[step.name] = step.lag
 
 
-def make_plan(
-    expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step]
-) -> Plan[np.ndarray]:
+def make_plan(expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan:
     """The plan of `rank` for the routing of all ranks.
 
     Args:

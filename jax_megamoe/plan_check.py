@@ -14,7 +14,7 @@ class PlanError(AssertionError):
 
 
 def check_plan(
-    plan: Plan[np.ndarray], expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step]
+    plan: Plan, expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step]
 ) -> None:
     """Checks every rule of `Plan` against the routing, none by building a second plan.
 
@@ -37,7 +37,7 @@ def _require(condition: object, rule: str) -> None:
         raise PlanError(rule)
 
 
-def _check_rows(plan: Plan[np.ndarray], local: np.ndarray, dims: Dims) -> None:
+def _check_rows(plan: Plan, local: np.ndarray, dims: Dims) -> None:
     """Rows and slots; local is int64 [R*T*K], the local expert of each slot or -1."""
     experts = dims.experts_per_rank
     start = plan.expert_start.astype(np.int64)
@@ -73,7 +73,7 @@ def _check_rows(plan: Plan[np.ndarray], local: np.ndarray, dims: Dims) -> None:
     _require(np.all(np.diff(slots)[same] > 0), "rows of an expert are ordered by slot")
 
 
-def _check_tokens(plan: Plan[np.ndarray], local: np.ndarray, dims: Dims) -> None:
+def _check_tokens(plan: Plan, local: np.ndarray, dims: Dims) -> None:
     num_tokens = plan.totals[1]
     order = plan.token_order[:num_tokens]
     expected = np.flatnonzero((local.reshape(-1, dims.K) >= 0).any(axis=1))
@@ -83,7 +83,7 @@ def _check_tokens(plan: Plan[np.ndarray], local: np.ndarray, dims: Dims) -> None
     _require(np.all(np.diff(last_row) > 0), "tokens are ordered by their last row")
 
 
-def _check_items(plan: Plan[np.ndarray], dims: Dims, steps: Sequence[Step]) -> None:
+def _check_items(plan: Plan, dims: Dims, steps: Sequence[Step]) -> None:
     tiles = [range(*ends) for ends in itertools.pairwise(plan.expert_start // TILE_ROWS)]
     expected = [
         (s, e, m, n)
@@ -102,7 +102,7 @@ def _check_items(plan: Plan[np.ndarray], dims: Dims, steps: Sequence[Step]) -> N
     _require(np.all(plan.items[num_items:] == -1), "the item list ends with -1")
 
 
-def _check_waits(plan: Plan[np.ndarray], dims: Dims, steps: Sequence[Step]) -> None:
+def _check_waits(plan: Plan, dims: Dims, steps: Sequence[Step]) -> None:
     """Every item comes after all the items it waits for."""
     names = [step.name for step in steps]
     items = plan.items[: plan.totals[0]].astype(np.int64)

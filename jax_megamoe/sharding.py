@@ -1,28 +1,29 @@
 """`sharded_mega_moe`: the op on global arrays, for callers under plain `jit` with a mesh."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from jax_megamoe._ids import canonical_ids, checked
 from jax_megamoe.config import MegaMoEConfig
-from jax_megamoe.ops import apply, canonical_ids, vary_alike
-from jax_megamoe.validation import check_sharded_call
+from jax_megamoe.ops import ArrayLike, apply, vary_alike
+from jax_megamoe.validation import check_sharded_call, make_config
 
 Array = jax.Array
 
 
 def sharded_mega_moe(
-    x: Array,
-    expert_idx: Array,
-    expert_weight: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
+    x: ArrayLike,
+    expert_idx: ArrayLike,
+    expert_weight: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
     *,
     expert_axis: str,
     data_axes: Sequence[str] = (),
@@ -54,16 +55,20 @@ def sharded_mega_moe(
       TypeError, ValueError: while tracing, as `mega_moe`, and for a mesh or an axis that does not
         fit.
     """
-    config = MegaMoEConfig(**options)
+    config = make_config("sharded_mega_moe", options)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     arrays = (x, expert_idx, expert_weight, w_gate, w_up, w_down)
     free_data_axes = check_sharded_call(
         *arrays, config=config, mesh=mesh, expert_axis=expert_axis, data_axes=data_axes
     )
-    ids = canonical_ids(expert_idx, num_experts=w_gate.shape[0], debug_checks=config.debug_checks)
-    call = _Call(mesh, expert_axis, free_data_axes, dataclasses.replace(config, debug_checks=False))
-    arrays = vary_alike(x, ids, expert_weight, w_gate, w_up, w_down)
-    y, counts = _sharded(call, *map(call.reshard, arrays, call.specs))
+    if isinstance(expert_idx, np.ndarray):
+        if config.debug_checks:
+            expert_idx = checked(expert_idx, num_experts=w_gate.shape[0])
+        expert_idx = canonical_ids(expert_idx, num_experts=w_gate.shape[0])
+    call = _Call(mesh, expert_axis, free_data_axes, config)
+    operands = vary_alike(*map(jnp.asarray, (x, expert_idx, expert_weight, w_gate, w_up, w_down)))
+    resharded = [call.reshard(a, spec) for a, spec in zip(operands, call.specs, strict=True)]
+    y, counts = _sharded(call, *resharded)
     y = call.reshard(y, jax.typeof(x).sharding.spec)
     return (y, counts) if config.return_counts else y
 
@@ -108,17 +113,16 @@ class _Call:
 # The derivative is taken inside the shard_map, not of it. So the residuals are the inputs and
 # nothing else, and a shard_map nested in one that is manual over the data axes can be
 # differentiated at all: JAX 0.11 would shard its residuals over axes that are manual already.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sharded(call: _Call, *arrays: Array) -> tuple[Array, Array]:
+def _evaluate(call: _Call, *arrays: Array) -> tuple[Array, Array]:
     tokens, experts = call.specs[0], call.specs[3]
     return call.shard_map(call.op, call.specs, (tokens, experts))(*arrays)
 
 
 def _sharded_fwd(call: _Call, *arrays: Array):
-    return _sharded(call, *arrays), arrays
+    return _evaluate(call, *arrays), arrays
 
 
-def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[Array, Array]):
+def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[ArrayLike, object]):
     def gradient(dy: Array, x: Array, expert_idx: Array, *rest: Array):
         def of_floats(x: Array, *rest: Array) -> Array:
             return call.op(x, expert_idx, *rest)[0]
@@ -127,9 +131,10 @@ def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[Array
 
     tokens, _, *specs = call.specs
     dx, *rest = call.shard_map(gradient, (tokens, *call.specs), (tokens, *specs))(
-        cotangents[0], *arrays
+        jnp.asarray(cotangents[0]), *arrays
     )
     return dx, np.zeros(arrays[1].shape, jax.dtypes.float0), *rest
 
 
+_sharded = jax.custom_vjp(_evaluate, nondiff_argnums=(0,))
 _sharded.defvjp(_sharded_fwd, _sharded_bwd)

@@ -2,12 +2,12 @@
 launch. A message names the argument, says what it was and what it may be.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, Never
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe.config import (
@@ -29,6 +29,15 @@ FLOAT_DTYPES = ("bfloat16", "float32")
 
 def refuse(error: type[Exception], argument: str, was: object, may_be: str) -> Never:
     raise error(f"{argument}: was {was}; it may be {may_be}")
+
+
+def make_config(function: str, options: dict[str, Any]) -> MegaMoEConfig:
+    """The options of a call as one value; raises TypeError for a name that is none."""
+    known = tuple(field.name for field in dataclasses.fields(MegaMoEConfig))
+    for name in options:
+        if name not in known:
+            refuse(TypeError, f"{name}=", f"given to {function}", _one_of(known))
+    return MegaMoEConfig(**options)
 
 
 def check_config(config: MegaMoEConfig) -> None:
@@ -80,6 +89,7 @@ def check_call(
     _check_arrays(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     _check_routes(x, expert_idx, expert_weight)
     _check_weights(x, w_gate, w_up, w_down)
+    _check_whole(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     dims = Dims(
         T=math.prod(x.shape[:-1]),
         K=expert_idx.shape[-1],
@@ -218,21 +228,39 @@ def _check_arrays(
         "w_down": w_down,
     }
     for name, value in (*floats.items(), ("expert_idx", expert_idx)):
-        if not isinstance(value, jax.Array | np.ndarray):
+        is_array = isinstance(value, jax.Array | np.ndarray)
+        if not is_array or isinstance(value, np.ma.MaskedArray):
             refuse(TypeError, name, f"a {type(value).__name__}", "a jax.Array or a numpy.ndarray")
+        if isinstance(value.dtype, np.dtype) and not value.dtype.isnative:
+            refuse(TypeError, name, f"of dtype {value.dtype}", "of the machine's own byte order")
     for name, value in floats.items():
-        if jnp.dtype(value.dtype).name not in FLOAT_DTYPES:
+        if str(value.dtype) not in FLOAT_DTYPES:
             refuse(TypeError, name, f"of dtype {value.dtype}", f"of dtype {_one_of(FLOAT_DTYPES)}")
-    if not np.issubdtype(expert_idx.dtype, np.integer):
+    is_numpy = isinstance(expert_idx.dtype, np.dtype)
+    if not is_numpy or not np.issubdtype(expert_idx.dtype, np.integer):
         refuse(
             TypeError,
             "expert_idx",
             f"of dtype {expert_idx.dtype}",
-            "of an integer dtype; ids outside [0, E) are no route",
+            "of an integer dtype of 8 to 64 bits; ids outside [0, E) are no route",
         )
     for name, value in (("w_up", w_up), ("w_down", w_down)):
         if value.dtype != w_gate.dtype:
             refuse(TypeError, name, f"of dtype {value.dtype}", f"of w_gate's dtype {w_gate.dtype}")
+
+
+def _check_whole(*arrays: Any) -> None:
+    """The op sees what one device holds; an array split over explicit mesh axes is more."""
+    names = ("x", "expert_idx", "expert_weight", "w_gate", "w_up", "w_down")
+    for name, value in zip(names, arrays, strict=True):
+        spec = jax.typeof(value).sharding.spec
+        if any(spec):
+            refuse(
+                ValueError,
+                name,
+                f"sharded as {spec} over explicit mesh axes",
+                "what one device holds, inside jax.shard_map; outside of it use sharded_mega_moe",
+            )
 
 
 def _check_routes(x: Any, expert_idx: Any, expert_weight: Any) -> None:

@@ -1,16 +1,13 @@
 #include "ffi/arguments.h"
 
+#include "ffi/common.h"
+
 namespace megamoe {
 
 namespace ffi = xla::ffi;
 
 ffi::Error Invalid(const std::string& text) {
-  return ffi::Error::InvalidArgument("jax_megamoe: " + text);
-}
-
-ffi::Error FromCuda(const CudaStatus& status) {
-  return status.ok() ? ffi::Error::Success()
-                     : ffi::Error::Internal("jax_megamoe: " + status.text());
+  return MakeError(ffi::ErrorCode::kInvalidArgument, text);
 }
 
 namespace {
@@ -25,12 +22,12 @@ bool InLimits(const PlanProblem& p, int64_t experts) {
 }  // namespace
 
 ffi::ErrorOr<PlanProblem> ReadPlanProblem(ffi::Span<const int64_t> idx_dims, int64_t experts,
-                                      int64_t rank, ffi::Span<const int64_t> steps) {
+                                          int64_t rank, ffi::Span<const int64_t> steps) {
   constexpr int kStepFields = 3;
   const int64_t num_steps = steps.size() / kStepFields;
   if (num_steps < 1 || num_steps > kMaxSteps || steps.size() % kStepFields != 0) {
-    return ffi::Unexpected(Invalid("plan: attribute steps has " + std::to_string(steps.size()) +
-                                   " numbers; it takes 3 for each of 1 to 4 steps"));
+    return Invalid("plan: attribute steps has " + std::to_string(steps.size()) +
+                                   " numbers; it takes 3 for each of 1 to 4 steps");
   }
   PlanProblem p = {};
   p.dims = {static_cast<int>(idx_dims[1]), static_cast<int>(idx_dims[2]), static_cast<int>(experts),
@@ -38,7 +35,7 @@ ffi::ErrorOr<PlanProblem> ReadPlanProblem(ffi::Span<const int64_t> idx_dims, int
   p.rank = static_cast<int>(rank);
   p.num_steps = static_cast<int>(num_steps);
   if (!InLimits(p, experts)) {
-    return ffi::Unexpected(Invalid("plan: dimensions outside the limits of cuda/shared/plan.h"));
+    return Invalid("plan: dimensions outside the limits of cuda/shared/plan.h");
   }
   for (int s = 0; s < p.num_steps; ++s) {
     const int64_t* fields = steps.begin() + s * kStepFields;
@@ -53,24 +50,29 @@ ffi::ErrorOr<PlanArrays> ReadPlanArrays(const PlanProblem& problem, ffi::Remaini
   const auto fields = PlanFields(problem);
   static_assert(std::tuple_size_v<decltype(fields)> == kNumPlanResults);
   if (results.size() < first + fields.size()) {
-    return ffi::Unexpected(Invalid("plan: wrong number of results"));
+    return Invalid("plan: wrong number of results");
   }
   void* pointers[kNumPlanResults];
   for (int i = 0; i < kNumPlanResults; ++i) {
     const auto result = results.get<ffi::Buffer<ffi::S32>>(first + i);
-    if (result.has_error()) return ffi::Unexpected(result.error());
+    if (result.has_error()) return result.error();
     const int64_t elements = (*result)->element_count();
     if (elements != fields[i].elements) {
-      return ffi::Unexpected(Invalid(std::string("plan: result ") + fields[i].name + " has " +
-                                     std::to_string(elements) + " elements, the kernel writes " +
-                                     std::to_string(fields[i].elements)));
+      return Invalid(std::string("plan: result ") + fields[i].name + " has " +
+                     std::to_string(elements) + " elements, the kernel writes " +
+                     std::to_string(fields[i].elements));
     }
     pointers[i] = (*result)->untyped_data();
   }
   const auto ints = [&](int i) { return static_cast<int32_t*>(pointers[i]); };
-  return PlanArrays{ints(0), ints(1), ints(2),
-                    ints(3), static_cast<Item*>(pointers[4]), ints(5),
-                    ints(6), static_cast<uint32_t*>(pointers[7])};
+  return PlanArrays{ints(0),
+                    ints(1),
+                    ints(2),
+                    ints(3),
+                    static_cast<Item*>(pointers[4]),
+                    ints(5),
+                    ints(6),
+                    static_cast<uint32_t*>(pointers[7])};
 }
 
 }  // namespace megamoe

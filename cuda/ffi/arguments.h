@@ -4,14 +4,12 @@
 #include <cstdint>
 #include <string>
 
-#include "shared/cuda_status.h"
 #include "shared/plan.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace megamoe {
 
 xla::ffi::Error Invalid(const std::string& text);
-xla::ffi::Error FromCuda(const CudaStatus& status);
 
 // The problem of a plan for a routing of dimensions [R, T, K]; `steps` holds tiles_m, tiles_n and
 // lag of each step.

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "ffi/arguments.h"
+#include "ffi/common.h"
 #include "host/forward.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -21,7 +22,7 @@ using Bf16Experts = ffi::Buffer<ffi::BF16, 3>;
 template <typename Buffer>
 ffi::ErrorOr<void*> ResultData(ffi::RemainingRets& results, int i) {
   const auto result = results.get<Buffer>(i);
-  if (result.has_error()) return ffi::Unexpected(result.error());
+  if (result.has_error()) return result.error();
   return (*result)->untyped_data();
 }
 
@@ -30,16 +31,14 @@ ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attri
   const ffi::ErrorOr<int64_t> ranks = attributes.get<int64_t>("R");
   if (ranks.has_error()) return ranks.error();
   if (*ranks == 1) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                    "jax_megamoe: the kernels of this version hold all experts on one GPU; for "
-                    "experts over " + std::to_string(*ranks) +
-                        " GPUs call with backend=\"reference\"");
+  return MakeError(ffi::ErrorCode::kUnimplemented,
+                   "the kernels of this version hold all experts on one GPU; for experts over " +
+                       std::to_string(*ranks) + " GPUs call with backend=\"reference\"");
 }
 
-ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx,
-                   Weights expert_weight, Bf16Experts w_gate, Bf16Experts w_up,
-                   Bf16Experts w_down, ffi::RemainingRets results,
-                   ffi::Dictionary attributes) {
+ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx, Weights expert_weight,
+                   Bf16Experts w_gate, Bf16Experts w_up, Bf16Experts w_down,
+                   ffi::RemainingRets results, ffi::Dictionary attributes) {
   const auto steps = attributes.get<ffi::Span<const int64_t>>("steps");
   const auto launches = attributes.get<ffi::Span<const int64_t>>("launches");
   if (steps.has_error()) return steps.error();
@@ -78,11 +77,9 @@ ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx,
   return FromCuda(RunForward(stream, call, launches->begin(), launches->size()));
 }
 
-XLA_FFI_DEFINE_HANDLER(PrepareHandler, Prepare,
-                       ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(
+    PrepareHandler, Prepare,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(ExecuteHandler, Execute,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()

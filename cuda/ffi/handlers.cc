@@ -2,14 +2,11 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <iterator>
-#include <string>
 
 #include "ffi/arguments.h"
+#include "ffi/common.h"
 #include "ffi/forward.h"
-#include "host/device.h"
 #include "plan/plan.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -18,36 +15,29 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-ffi::Error Initialize() {
-  const std::string refusal = PrepareDevice();
-  if (refusal.empty()) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jax_megamoe: " + refusal);
-}
+using ExpertIdx = ffi::Buffer<ffi::S32, 3>;  // [R, T, K]
 
-using Routing = ffi::Buffer<ffi::S32, 3>;  // [R, T, K]
-
-ffi::Error ExecutePlan(cudaStream_t stream, Routing expert_idx, ffi::RemainingRets results,
+ffi::Error ExecutePlan(cudaStream_t stream, ExpertIdx expert_idx, ffi::RemainingRets results,
                        int64_t experts, int64_t rank, ffi::Span<const int64_t> steps) {
   const ffi::ErrorOr<PlanProblem> problem =
       ReadPlanProblem(expert_idx.dimensions(), experts, rank, steps);
   if (problem.has_error()) return problem.error();
   const ffi::ErrorOr<PlanArrays> arrays = ReadPlanArrays(*problem, results, 0);
   if (arrays.has_error()) return arrays.error();
-  return FromCuda(LaunchPlan(stream, *problem, expert_idx.typed_data(), *arrays));
+  return FromCuda(plan::Launch(stream, *problem, expert_idx.typed_data(), *arrays));
 }
 
 // Before anything is launched, on every rank alike: no peer is left waiting.
 ffi::Error Refuse() {
-  return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                    "jax_megamoe: this version has no backward kernel yet; "
-                    "call with backend=\"reference\" or backend=\"auto\"");
+  return MakeError(ffi::ErrorCode::kUnimplemented,
+                   "this version has no backward kernel yet; call with "
+                   "backend=\"reference\" or backend=\"auto\"");
 }
 
-XLA_FFI_DEFINE_HANDLER(kInitialize, Initialize, ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>());
 XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<Routing>()
+                           .Arg<ExpertIdx>()
                            .RemainingRets()
                            .Attr<int64_t>("experts")
                            .Attr<int64_t>("rank")
@@ -55,19 +45,19 @@ XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,
 XLA_FFI_DEFINE_HANDLER(kRefusePrepare, Refuse, ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>());
 XLA_FFI_DEFINE_HANDLER(kRefuseExecute, Refuse, ffi::Ffi::Bind());
 
-const Registration kRegistrations[] = {
-    {"jax_megamoe_plan", "initialize", kInitialize},
-    {"jax_megamoe_plan", "execute", kExecutePlan},
-    {"jax_megamoe_forward", "prepare", kPrepareForward},
-    {"jax_megamoe_forward", "initialize", kInitialize},
-    {"jax_megamoe_forward", "execute", kExecuteForward},
-    {"jax_megamoe_backward", "prepare", kRefusePrepare},
-    {"jax_megamoe_backward", "initialize", kInitialize},
-    {"jax_megamoe_backward", "execute", kRefuseExecute},
-};
-
 }  // namespace
 
-Registrations AllRegistrations() { return {std::begin(kRegistrations), std::end(kRegistrations)}; }
+std::vector<Registration> LayerRegistrations() {
+  return {
+      {"jax_megamoe_plan", "initialize", kInitialize},
+      {"jax_megamoe_plan", "execute", kExecutePlan},
+      {"jax_megamoe_forward", "prepare", kPrepareForward},
+      {"jax_megamoe_forward", "initialize", kInitialize},
+      {"jax_megamoe_forward", "execute", kExecuteForward},
+      {"jax_megamoe_backward", "prepare", kRefusePrepare},
+      {"jax_megamoe_backward", "initialize", kInitialize},
+      {"jax_megamoe_backward", "execute", kRefuseExecute},
+  };
+}
 
 }  // namespace megamoe

@@ -1,6 +1,8 @@
 // The XLA FFI handlers of this library; jax_megamoe/_ffi.py registers and calls them.
 #pragma once
 
+#include <vector>
+
 #include "xla/ffi/api/c_api.h"
 
 namespace megamoe {
@@ -11,12 +13,10 @@ struct Registration {
   XLA_FFI_Handler* handler;
 };
 
-struct Registrations {
-  const Registration* begin;
-  const Registration* end;
-};
+// The stages of the plan and of the layer's forward and backward.
+std::vector<Registration> LayerRegistrations();
 
-// Every stage of every target.
-Registrations AllRegistrations();
+// The stages of the wait probe, one target for each way of reporting a fault.
+std::vector<Registration> WaitProbeRegistrations();
 
 }  // namespace megamoe

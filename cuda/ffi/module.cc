@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include "ffi/handlers.h"
+#include "host/fault.h"
 #include "shared/plan.h"
 
 namespace nb = nanobind;
@@ -11,11 +12,13 @@ NB_MODULE(_cuda, m) {
       "registrations",
       [] {
         nb::dict targets;
-        const auto [begin, end] = megamoe::AllRegistrations();
-        for (const auto* it = begin; it != end; ++it) {
-          if (!targets.contains(it->target)) targets[it->target] = nb::dict();
-          nb::cast<nb::dict>(targets[it->target])[it->stage] =
-              nb::capsule(reinterpret_cast<void*>(it->handler));
+        for (const auto& group :
+             {megamoe::LayerRegistrations(), megamoe::WaitProbeRegistrations()}) {
+          for (const megamoe::Registration& r : group) {
+            if (!targets.contains(r.target)) targets[r.target] = nb::dict();
+            nb::cast<nb::dict>(targets[r.target])[r.stage] =
+                nb::capsule(reinterpret_cast<void*>(r.handler));
+          }
         }
         return targets;
       },
@@ -24,4 +27,6 @@ NB_MODULE(_cuda, m) {
       "plan_chunks",
       [](int T, int K, int R) { return R * megamoe::ChunksOf({T, K, R, R}).per_source; },
       nb::arg("T"), nb::arg("K"), nb::arg("R"), "Rows of the scratch result of jax_megamoe_plan.");
+  m.def("abort_waits", &megamoe::AbortWaits, nb::arg("device"),
+        "Makes every wait of the calls enqueued so far on a device give up.");
 }

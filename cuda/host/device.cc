@@ -5,6 +5,8 @@
 #include <mutex>
 #include <set>
 
+#include "comm/wait_probe.h"
+#include "host/fault.h"
 #include "kernel/forward.h"
 #include "plan/plan.h"
 #include "shared/cuda_status.h"
@@ -28,11 +30,15 @@ CudaStatus Describe(int device, cudaDeviceProp* properties) {
 
 }  // namespace
 
-std::string PrepareDevice() {
+std::string PrepareDevice(int device) {
   static std::mutex mutex;
   static std::set<int>* ready = new std::set<int>;  // never destroyed: calls may outlive main
-  int device = 0;
-  if (CudaStatus status = CurrentDevice(&device); !status.ok()) return status.text();
+  int current = 0;
+  if (CudaStatus status = CurrentDevice(&current); !status.ok()) return status.text();
+  if (current != device) {
+    return "XLA runs device " + std::to_string(device) + " while CUDA's current device is " +
+           std::to_string(current);
+  }
   const std::lock_guard<std::mutex> lock(mutex);
   if (ready->count(device) > 0) return "";
   cudaDeviceProp properties;
@@ -43,7 +49,8 @@ std::string PrepareDevice() {
            std::to_string(properties.minor) +
            "; the kernels run on 9.0 (H100, H200, GH200) only; use backend=\"reference\"";
   }
-  for (const CudaStatus& status : {LoadPlan(), LoadForward()}) {
+  for (const CudaStatus& status :
+       {plan::Load(), LoadForward(), LoadWaitProbe(), OpenFaultChannel(device)}) {
     if (!status.ok()) return status.text();
   }
   ready->insert(device);

@@ -1,12 +1,13 @@
-// Readiness of the current device, established once per device and process.
+// Readiness of a device, established once per device and process.
 #pragma once
 
 #include <string>
 
 namespace megamoe {
 
-// Checks that the current device can run the kernels and loads all of them on it. Returns "" or
-// why not, with the name of the device. Thread-safe; only the first success on a device does work.
-std::string PrepareDevice();
+// Checks that `device`, which must be the current one, can run the kernels, loads all of them on it
+// and opens its fault channel. Returns "" or why not, with the name of the device. Thread-safe;
+// only the first success on a device does work.
+std::string PrepareDevice(int device);
 
 }  // namespace megamoe

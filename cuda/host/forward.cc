@@ -71,9 +71,9 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c, const int64_t* 
   int num_blocks = 0;
   if (CudaStatus status = NumMultiprocessors(&num_blocks); !status.ok()) return status;
 
-  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(
-      c.counters, 0, NumForwardCounters(c.pool_rows) * sizeof(uint32_t), stream));
-  if (CudaStatus status = LaunchPlan(stream, c.plan, c.expert_idx, c.plan_arrays); !status.ok()) {
+  MEGAMOE_RETURN_IF_CUDA_ERROR(
+      cudaMemsetAsync(c.counters, 0, NumForwardCounters(c.pool_rows) * sizeof(uint32_t), stream));
+  if (CudaStatus status = plan::Launch(stream, c.plan, c.expert_idx, c.plan_arrays); !status.ok()) {
     return status;
   }
   ForwardParams params = {};
@@ -89,8 +89,8 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c, const int64_t* 
   params.pool = static_cast<uint4*>(c.pool);
   params.y = static_cast<uint4*>(c.y);
   for (int64_t i = 0; i < num_launches; ++i) {
-    params.phases = static_cast<uint32_t>(launches[i]);
-    // A launch walks the whole item list; the other counters belong to one phase each.
+    params.parts = static_cast<uint32_t>(launches[i]);
+    // A launch walks the whole item list; the other counters belong to one part each.
     if (i > 0) {
       MEGAMOE_RETURN_IF_CUDA_ERROR(
           cudaMemsetAsync(params.counters.next_item, 0, sizeof(uint32_t), stream));

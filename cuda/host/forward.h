@@ -31,7 +31,7 @@ struct ForwardCall {
 
 int64_t NumForwardCounters(int64_t pool_rows);
 
-// Enqueues the plan and one launch of the kernel for each of `launches`, a mask of phases
+// Enqueues the plan and one launch of the kernel for each of `launches`, a mask of parts
 // (shared/forward.h). Allocates nothing and does not wait.
 CudaStatus RunForward(cudaStream_t stream, const ForwardCall& call, const int64_t* launches,
                       int64_t num_launches);

@@ -1,6 +1,5 @@
 // The forward of the layer in one persistent kernel.
 #include "kernel/forward.h"
-
 #include "kernel/forward_steps.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "roles/combine.cuh"
@@ -25,18 +24,18 @@ constexpr int kEndOfProducts = 1;  // hardware barrier
 
 __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& maps,
                                       const ForwardParams& p, int warp) {
-  const bool multiplies = p.phases & (kGateUp | kDown);
+  const bool multiplies = p.parts & (kGateUp | kDown);
   if (warp == kLoadWarp) {
     if (multiplies) LoadRole<ForwardSteps>(shared, maps, p).Run();
   } else if (warp == kStoreWarp) {
     if (multiplies) StoreRole<ForwardSteps>(shared, maps, p).Run();
   } else {
     const int comm_warp = warp - kFirstCommWarp;
-    if (p.phases & kDispatch) {
+    if (p.parts & kDispatch) {
       DispatchRole(shared, p, comm_warp).Run();
       ZeroUnrouted(p, blockIdx.x * kCombineWarps + comm_warp, gridDim.x * kCombineWarps);
     }
-    if (p.phases & kCombine) {
+    if (p.parts & kCombine) {
       const int first = comm_warp * kCombineBuffers;
       CombineRole(shared, p, AddressOf(shared.combine, first), first, kCombineBuffers).Run();
     }
@@ -46,8 +45,8 @@ __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& m
 // The products of one warpgroup, then a share of the sums that are left.
 __device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const ForwardParams& p,
                                                  int consumer, int consumer_warp) {
-  if (p.phases & (kGateUp | kDown)) MultiplyRole<ForwardSteps>(shared, p, consumer).Run();
-  if (p.phases & kCombine) {
+  if (p.parts & (kGateUp | kDown)) MultiplyRole<ForwardSteps>(shared, p, consumer).Run();
+  if (p.parts & kCombine) {
     // The stages become batch buffers: no product may read them any more.
     ptx::GroupSync<kEndOfProducts, kNumConsumers * kGroupThreads>();
     const int first = consumer_warp * kHelperBuffers;
@@ -57,8 +56,9 @@ __device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const For
   }
 }
 
-__global__ __launch_bounds__(kBlockThreads, 1) void ForwardKernel(
-    const __grid_constant__ ForwardMaps maps, const __grid_constant__ ForwardParams p) {
+__global__ __launch_bounds__(kBlockThreads,
+                             1) void ForwardKernel(const __grid_constant__ ForwardMaps maps,
+                                                   const __grid_constant__ ForwardParams p) {
   SharedMemory& shared = BlockMemory();
   if (threadIdx.x == 0) InitBarriers(shared);
   __syncthreads();

@@ -11,12 +11,10 @@ namespace megamoe {
 // h = silu(x Wg) * (x Wu): 128 rows x (128 gate + the same 128 up) columns.
 struct GateUpStep {
   static constexpr int kStep = 0;
-  static constexpr Phase kPhase = kGateUp;
+  static constexpr Part kPart = kGateUp;
   static constexpr int kOutChunks = kGateUpColumns / 64;
 
-  static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) {
-    return p.H / kBlockK;
-  }
+  static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) { return p.H / kBlockK; }
   // Waits for all rows of the tile, pads included.
   static __device__ __forceinline__ bool IsReady(const ForwardParams& p, int tile) {
     return ptx::LoadAcquire(p.counters.x_ready + tile) >= kTileRows;
@@ -51,12 +49,10 @@ struct GateUpStep {
 // o = h Wd: 128 rows x 256 columns.
 struct DownStep {
   static constexpr int kStep = 1;
-  static constexpr Phase kPhase = kDown;
+  static constexpr Part kPart = kDown;
   static constexpr int kOutChunks = kDownColumns / 64;
 
-  static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) {
-    return p.I / kBlockK;
-  }
+  static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) { return p.I / kBlockK; }
   // Waits for all columns of the tile's h.
   static __device__ __forceinline__ bool IsReady(const ForwardParams& p, int tile) {
     const uint32_t all = (p.I + kGateUpColumns - 1) / kGateUpColumns;

@@ -64,7 +64,7 @@ struct PieceEnd {
 struct alignas(16) BatchHeader {
   float weight[kBatchRows];
   int32_t token;
-  int32_t column;   // first of the batch, in bf16
+  int32_t column;     // first of the batch, in bf16
   uint16_t num_ends;  // 2 bits a row, see roles/combine.cuh
   uint8_t num_rows;
   bool is_first;  // of its token and columns

@@ -6,30 +6,11 @@
 //                the routes of its chunk with a stable in-block sort, and writes a share of the
 //                lists (items, pads, tails).
 // Atomics only add integers in shared memory, whose order cannot show.
+#include "plan/layout.cuh"
 #include "plan/plan.h"
 
-namespace megamoe {
+namespace megamoe::plan {
 namespace {
-
-constexpr int kThreads = PlanChunks::kBlockSlots;
-constexpr int kWarps = kThreads / 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
-
-static_assert(kMaxExperts <= kThreads / 2, "a thread per expert, and two groups to add chunks");
-static_assert(PlanChunks::kMaxSlots < 1 << 16, "counts of a chunk have 16 bits");
-
-// Rows and tokens of an expert. A token counts where its last local row lies, so that ordering
-// those rows orders the tokens by the moment their sum is complete.
-struct Count {
-  int rows;
-  int tokens;
-};
-
-// Chunk counts hold both in one word.
-constexpr int kTokenShift = 16;
-__device__ Count Unpack(uint32_t packed) {
-  return {static_cast<int>(packed & 0xffff), static_cast<int>(packed >> kTokenShift)};
-}
 
 struct Route {
   int expert;       // local expert, -1 for no local route
@@ -47,10 +28,13 @@ __device__ Route ReadRoute(const PlanProblem& p, const int32_t* expert_idx, int 
   const int k = slot % p.dims.K;
   const int32_t* token = expert_idx + (slot - k);
   const int expert = LocalExpert(p, __ldg(token + k));
+  // The last row of a token is that of its highest expert, of the highest choice among equals. No
+  // branches: the loads of the token's ids stay independent.
   bool last = expert >= 0;
+#pragma unroll 8
   for (int j = 0; j < p.dims.K; ++j) {
     const int other = LocalExpert(p, __ldg(token + j));
-    last = last && (other < expert || (other == expert && j <= k));
+    last &= other < expert + (j <= k);
   }
   return {expert, last};
 }
@@ -82,81 +66,6 @@ __global__ __launch_bounds__(kThreads, 1) void CountRoutes(PlanProblem p, PlanCh
   }
   __syncthreads();
   if (threadIdx.x < experts) chunk_counts[blockIdx.x * experts + threadIdx.x] = counts[threadIdx.x];
-}
-
-// What a block knows of all experts before it places anything.
-struct Layout {
-  Count total[kMaxExperts];          // of all chunks
-  Count next[kMaxExperts];           // where the block's next row and token of the expert go
-  int tile_start[kMaxExperts + 1];   // M-tiles of the experts before
-  int token_start[kMaxExperts + 1];  // tokens of the experts before
-};
-
-// Adds the counts of the chunks [first, end) to sums[experts], with the whole block.
-__device__ void AddChunks(const uint32_t* chunk_counts, int experts, int first, int end,
-                          Count* sums) {
-  const int expert = threadIdx.x % experts;
-  const int groups = kThreads / experts;
-  const int group = threadIdx.x / experts;
-  if (group >= groups) return;
-  Count sum = {0, 0};
-#pragma unroll 16
-  for (int chunk = first + group; chunk < end; chunk += groups) {
-    const Count count = Unpack(__ldg(chunk_counts + chunk * experts + expert));
-    sum.rows += count.rows;
-    sum.tokens += count.tokens;
-  }
-  if (sum.rows > 0) atomicAdd(&sums[expert].rows, sum.rows);
-  if (sum.tokens > 0) atomicAdd(&sums[expert].tokens, sum.tokens);
-}
-
-// starts[e] = value(0) + ... + value(e - 1), for e in [0, experts], with one warp.
-template <typename Value>
-__device__ void ScanWithWarp(int experts, Value value, int* starts) {
-  const int lane = threadIdx.x % 32;
-  int before = 0;
-  for (int base = 0; base < experts; base += 32) {
-    const int expert = base + lane;
-    const int own = expert < experts ? value(expert) : 0;
-    int sum = own;
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, sum, distance);
-      if (lane >= distance) sum += other;
-    }
-    if (expert < experts) starts[expert] = before + sum - own;
-    before += __shfl_sync(kAllLanes, sum, 31);
-  }
-  if (lane == 0) starts[experts] = before;
-}
-
-__device__ int TilesOf(int rows) { return (rows + kTileRows - 1) / kTileRows; }
-
-// Fills `layout` for the block that places `chunk`; leaves the block synchronised.
-__device__ void MakeLayout(const uint32_t* chunk_counts, int experts, int num_chunks, int chunk,
-                           Layout& layout) {
-  if (threadIdx.x < experts) layout.total[threadIdx.x] = layout.next[threadIdx.x] = {0, 0};
-  __syncthreads();
-  const int own = min(chunk, num_chunks);
-  AddChunks(chunk_counts, experts, 0, own, layout.next);
-  AddChunks(chunk_counts, experts, own, num_chunks, layout.total);
-  __syncthreads();
-  if (threadIdx.x < experts) {
-    layout.total[threadIdx.x].rows += layout.next[threadIdx.x].rows;
-    layout.total[threadIdx.x].tokens += layout.next[threadIdx.x].tokens;
-  }
-  __syncthreads();
-  const int warp = threadIdx.x / 32;
-  if (warp == 0) {
-    ScanWithWarp(experts, [&](int e) { return TilesOf(layout.total[e].rows); }, layout.tile_start);
-  } else if (warp == 1) {
-    ScanWithWarp(experts, [&](int e) { return layout.total[e].tokens; }, layout.token_start);
-  }
-  __syncthreads();
-  if (threadIdx.x < experts) {
-    layout.next[threadIdx.x].rows += layout.tile_start[threadIdx.x] * kTileRows;
-    layout.next[threadIdx.x].tokens += layout.token_start[threadIdx.x];
-  }
-  __syncthreads();
 }
 
 // Replaces the counts of the warps, [kWarps][experts], by those of the warps before; returns the
@@ -255,7 +164,8 @@ __device__ void ListItems(const PlanProblem& p, const Layout& layout, Item* item
     const int first_m = token_tiles ? layout.tile_start[expert] : 0;
     const int tiles_m = token_tiles ? layout.tile_start[expert + 1] - first_m : p.steps[s].tiles_m;
     Item* column_items = items + FirstItem(p, layout, s, expert) + n * tiles_m;
-    for (int m = threadIdx.x % 32; m < tiles_m; m += 32) column_items[m] = {s, expert, first_m + m, n};
+    for (int m = threadIdx.x % 32; m < tiles_m; m += 32)
+      column_items[m] = {s, expert, first_m + m, n};
   }
 }
 
@@ -333,7 +243,7 @@ cudaLaunchConfig_t LaunchConfig(cudaStream_t stream, int blocks, int shared_byte
 
 }  // namespace
 
-CudaStatus LoadPlan() {
+CudaStatus Load() {
   cudaFuncAttributes attributes;
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, CountRoutes));
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
@@ -341,8 +251,8 @@ CudaStatus LoadPlan() {
   return {};
 }
 
-CudaStatus LaunchPlan(cudaStream_t stream, const PlanProblem& problem, const int32_t* expert_idx,
-                      const PlanArrays& arrays) {
+CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t* expert_idx,
+                  const PlanArrays& arrays) {
   const PlanChunks chunks = ChunksOf(problem.dims);
   const int num_chunks = problem.dims.R * chunks.per_source;
   if (num_chunks > 0) {
@@ -361,4 +271,4 @@ CudaStatus LaunchPlan(cudaStream_t stream, const PlanProblem& problem, const int
   return {};
 }
 
-}  // namespace megamoe
+}  // namespace megamoe::plan

@@ -6,14 +6,14 @@
 #include "shared/cuda_status.h"
 #include "shared/plan.h"
 
-namespace megamoe {
+namespace megamoe::plan {
 
 // Loads the kernels on the current device: nothing is loaded later, when a peer may be waiting.
-CudaStatus LoadPlan();
+CudaStatus Load();
 
 // Enqueues the plan of `problem` for expert_idx, int32 [R, T, K] on the device. Allocates nothing,
 // does not wait, and relies on no content of the output arrays.
-CudaStatus LaunchPlan(cudaStream_t stream, const PlanProblem& problem, const int32_t* expert_idx,
-                      const PlanArrays& arrays);
+CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t* expert_idx,
+                  const PlanArrays& arrays);
 
-}  // namespace megamoe
+}  // namespace megamoe::plan

@@ -44,6 +44,22 @@ __device__ __forceinline__ void FenceAsyncGlobal() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// ---- flags in global memory, seen by the whole system: peers and the host ----
+
+__device__ __forceinline__ uint32_t LoadAcquireSystem(const uint32_t* flag) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint32_t LoadRelaxedSystem(const uint32_t* flag) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+__device__ __forceinline__ void StoreReleaseSystem(uint32_t* flag, uint32_t value) {
+  asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
 // ---- flags in global memory, seen by the whole GPU ----
 
 __device__ __forceinline__ uint32_t LoadAcquire(const uint32_t* flag) {
@@ -81,9 +97,8 @@ __device__ __forceinline__ void GroupSync() {
 // branch in a loop over lanes.
 __device__ __forceinline__ bool ElectOne() {
   uint32_t elected;
-  asm volatile(
-      "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
-      : "=r"(elected));
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(elected));
   return elected != 0;
 }
 
@@ -96,7 +111,8 @@ __device__ __forceinline__ void TakeRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-__device__ __forceinline__ uint64_t GlobalTimeNs() {
+// Nanoseconds since an arbitrary start, the same for all SMs; its step is about 1 us.
+__device__ __forceinline__ uint64_t GlobalTimerNs() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");
   return ns;

@@ -31,8 +31,8 @@ __device__ __forceinline__ void TmaLoad(uint32_t shared, const CUtensorMap& map,
 __device__ __forceinline__ void BulkLoad(uint32_t shared, const void* global, uint32_t bytes,
                                          uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
@@ -42,10 +42,10 @@ __device__ __forceinline__ void BulkStore(void* global, uint32_t shared, uint32_
                : "memory");
 }
 __device__ __forceinline__ void TmaStore(const CUtensorMap& map, uint32_t shared, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2,%3}], [%1];" ::"l"(
-                   &map),
-               "r"(shared), "r"(x), "r"(y)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2,%3}], [%1];" ::"l"(&map),
+      "r"(shared), "r"(x), "r"(y)
+      : "memory");
 }
 __device__ __forceinline__ void StoreCommit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -49,7 +49,7 @@ class LoadRole {
     if (threadIdx.x % kWarpThreads == 0) claim_ = atomicAdd(p_.counters.next_item, 1u);
   }
 
-  // Turns the claim into the next item of this launch's phases.
+  // Turns the claim into the next item of this launch's parts.
   __device__ __forceinline__ void FetchItem() {
     fetched_ = true;
     next_ = {kNoMoreItems, 0, 0, 0, 0};
@@ -57,9 +57,9 @@ class LoadRole {
       const uint32_t i = __shfl_sync(0xffffffffu, claim_, 0);
       if (i >= num_items_) return;
       const Item item = p_.plan.items[i];
-      uint32_t phase = 0;
-      Steps::With(item.step, [&]<typename Step>() { phase = Step::kPhase; });
-      if (p_.phases & phase) {
+      uint32_t part = 0;
+      Steps::With(item.step, [&]<typename Step>() { part = Step::kPart; });
+      if (p_.parts & part) {
         const int row = item.m * kTileRows;
         const bool upper_half = p_.plan.row_slot[row + kConsumerRows] >= 0;
         next_ = {static_cast<int16_t>(item.step), static_cast<int16_t>(upper_half ? 2 : 1),
@@ -72,9 +72,8 @@ class LoadRole {
 
   __device__ __forceinline__ bool PollNext() {
     bool ready = false;
-    Steps::With(next_.step, [&]<typename Step>() {
-      ready = Step::IsReady(p_, next_.row / kTileRows);
-    });
+    Steps::With(next_.step,
+                [&]<typename Step>() { ready = Step::IsReady(p_, next_.row / kTileRows); });
     return ready;
   }
 

@@ -63,8 +63,8 @@ class MultiplyRole {
       ptx::WgmmaFence();
 #pragma unroll
       for (int i = 0; i < kBlockK / 16; ++i) {
-        ptx::Wgmma64x256x16<kA, kB>(a + i * ptx::kDescriptor16K<kA>, b + i * ptx::kDescriptor16K<kB>,
-                                    acc_, (k | i) != 0);
+        ptx::Wgmma64x256x16<kA, kB>(a + i * ptx::kDescriptor16K<kA>,
+                                    b + i * ptx::kDescriptor16K<kB>, acc_, (k | i) != 0);
       }
       ptx::WgmmaCommit();
       ptx::PinRegisters(acc_);

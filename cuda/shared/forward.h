@@ -17,7 +17,7 @@ constexpr int kDownColumns = 256;
 
 // Which parts of the forward one launch does. All of them is the kernel; one at a time is the
 // unfused baseline out of the same code.
-enum Phase : uint32_t {
+enum Part : uint32_t {
   kDispatch = 1,
   kGateUp = 2,
   kDown = 4,
@@ -40,7 +40,7 @@ struct ForwardParams {
   int H;
   int I;
   int num_blocks;  // B of the summation tree
-  uint32_t phases;
+  uint32_t parts;
   PlanArrays plan;
   ForwardCounters counters;
   const int32_t* expert_idx;   // [T, K]
@@ -52,13 +52,13 @@ struct ForwardParams {
 
 // Row-major bf16 matrices in boxes of 64 columns; see host/forward.cc.
 struct ForwardMaps {
-  CUtensorMap x_rows;   // pool, 128 rows a box
-  CUtensorMap w_gate;   // [E/R H, I] as MN-major chunks, 2 a box
-  CUtensorMap w_up;     // likewise
-  CUtensorMap h_out;    // h, 64 rows a box
-  CUtensorMap h_rows;   // h, 128 rows a box
-  CUtensorMap w_down;   // [E/R I, H] as MN-major chunks, 4 a box
-  CUtensorMap o_out;    // pool, 64 rows a box
+  CUtensorMap x_rows;  // pool, 128 rows a box
+  CUtensorMap w_gate;  // [E/R H, I] as MN-major chunks, 2 a box
+  CUtensorMap w_up;    // likewise
+  CUtensorMap h_out;   // h, 64 rows a box
+  CUtensorMap h_rows;  // h, 128 rows a box
+  CUtensorMap w_down;  // [E/R I, H] as MN-major chunks, 4 a box
+  CUtensorMap o_out;   // pool, 64 rows a box
 };
 
 }  // namespace megamoe

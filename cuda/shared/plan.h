@@ -29,7 +29,7 @@ struct PlanProblem {
   PlanStep steps[kMaxSteps];
 };
 
-struct Item {
+struct alignas(16) Item {
   int32_t step, expert, m, n;
 };
 

@@ -56,9 +56,7 @@ def random_routing(rng: np.random.Generator, dims: Dims) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames=("dims", "rank", "steps"))
-def jitted_plan(
-    expert_idx: jax.Array, *, dims: Dims, rank: int, steps: tuple[Step, ...]
-) -> Plan[jax.Array]:
+def jitted_plan(expert_idx: jax.Array, *, dims: Dims, rank: int, steps: tuple[Step, ...]) -> Plan:
     return _ffi.plan(expert_idx, dims, rank, steps)
 
 
@@ -67,9 +65,7 @@ def dirty_memory(num_bytes: int) -> None:
     jnp.full(max(num_bytes // 4, 1), GARBAGE, jnp.int32).block_until_ready().delete()
 
 
-def kernel_plan(
-    idx: np.ndarray, dims: Dims, rank: int, steps: tuple[Step, ...]
-) -> Plan[np.ndarray]:
+def kernel_plan(idx: np.ndarray, dims: Dims, rank: int, steps: tuple[Step, ...]) -> Plan:
     plan = jitted_plan(jnp.asarray(idx), dims=dims, rank=rank, steps=steps)
     return Plan(*(np.asarray(a) for a in plan))
 

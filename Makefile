@@ -1,0 +1,100 @@
+# Everything runs in .venv, which make builds from a lock and repairs by itself.
+# `make PYTHON=/path/to/python TARGET` uses that environment as it is and installs nothing.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+HOPPERS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+	| grep -c '^9\.' || true)
+ON_HOPPER := $(filter-out 0,$(HOPPERS))
+# GPUs that `make test-gpu` may rely on.
+GPUS ?= $(HOPPERS)
+
+ifeq ($(origin PYTHON),command line)
+PY := $(abspath $(or $(shell command -v $(PYTHON)),$(error PYTHON=$(PYTHON) does not run)))
+MAKE_ENV := true
+else
+PY := $(CURDIR)/.venv/bin/python
+MAKE_ENV := .ci/make_env.sh $(if $(ON_HOPPER),.ci/locks/cuda13.txt,.ci/locks/cpu.txt)
+endif
+
+# The package is used from the checkout; the environment's tools come first on PATH.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PATH := $(abspath $(dir $(PY))):$(PATH):/usr/local/cuda/bin
+HAVE_NVCC := $(shell PATH='$(PATH)' command -v nvcc || true)
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+.PHONY: env
+env: ## make or repair .venv
+	@$(MAKE_ENV)
+
+.PHONY: train
+train: extension ## train the example language model; ARGS="--data PATH ..."
+	$(PY) examples/train_lm.py $(ARGS)
+
+.PHONY: test
+test: env ## the tests that need no GPU; ARGS="-k name"
+	$(PY) -m pytest $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: need-hopper extension ## the GPU tests; no skip passes; GPUS=n declares n GPUs
+	JAX_MEGAMOE_GPUS=$(GPUS) $(PY) -m pytest -m gpu $(ARGS)
+
+.PHONY: bench
+bench: need-hopper extension ## every benchmark, on a Hopper GPU
+	@for script in benchmarks/[a-z]*.py; do \
+		echo "== $$script"; $(PY) "$$script" --out "benchmarks/results/$$(basename "$$script" .py).json" $(ARGS); \
+	done
+
+.PHONY: lint lint-python lint-types lint-cpp
+lint: lint-python lint-types lint-cpp ## ruff, pyright, clang-format
+
+lint-python: env
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+lint-types: env
+	$(PY) -m pyright --pythonpath $(PY)
+
+CPP_SOURCES = find cuda -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h'
+
+lint-cpp: env
+	$(CPP_SOURCES) | xargs -r clang-format --dry-run -Werror
+
+.PHONY: format
+format: env ## let ruff and clang-format rewrite the sources
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(CPP_SOURCES) | xargs -r clang-format -i
+
+.PHONY: compile
+compile: env ## every kernel for sm_90a: registers, shared memory; fails on spills and stack frames
+	$(PY) cuda/compile_lane.py $(ARGS)
+
+.PHONY: build
+build: env ## the extension, with CMake and nvcc, placed beside the package
+	cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(PY)
+	cmake --build build
+	@ls jax_megamoe/*.so
+
+# What a GPU run needs, where it can be made; elsewhere the reference backend serves.
+.PHONY: extension
+extension: $(if $(and $(ON_HOPPER),$(HAVE_NVCC)),build,env)
+	@$(if $(and $(ON_HOPPER),$(if $(HAVE_NVCC),,no)),echo "No nvcc on PATH: the extension is not built")
+
+.PHONY: need-hopper
+need-hopper:
+	@$(if $(ON_HOPPER),,echo "This needs a Hopper GPU, and nvidia-smi shows none" >&2; exit 1)
+
+LOCK = uv pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-annotate \
+	--custom-compile-command "make lock" --group dev --extra examples pyproject.toml
+
+.PHONY: lock
+lock: env ## resolve the locks anew; LOCK_ARGS=--upgrade takes newer releases
+	$(LOCK) $(LOCK_ARGS) --output-file .ci/locks/cpu.txt
+	$(LOCK) $(LOCK_ARGS) --extra cuda13 --constraint .ci/locks/cpu.txt \
+		--output-file .ci/locks/cuda13.txt

@@ -1,0 +1,116 @@
+// Where the rows, tokens and tiles of every expert begin, as a block of PlaceRoutes works it out
+// from the counts of all chunks.
+//
+// reads: chunk_counts [chunks, E/R], which CountRoutes has written. threads: the whole block.
+#pragma once
+
+#include <cstdint>
+
+#include "shared/plan.h"
+
+namespace megamoe::plan {
+
+constexpr int kThreads = PlanChunks::kBlockSlots;
+constexpr int kWarps = kThreads / 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+static_assert(kMaxExperts <= kThreads / 2, "a thread per expert, and two groups to add chunks");
+static_assert(PlanChunks::kMaxSlots < 1 << 16, "counts of a chunk have 16 bits");
+
+// Rows and tokens of an expert. A token counts where its last local row lies, so that ordering
+// those rows orders the tokens by the moment their sum is complete.
+struct Count {
+  int rows;
+  int tokens;
+};
+
+// Chunk counts hold both in one word.
+constexpr int kTokenShift = 16;
+__device__ inline Count Unpack(uint32_t packed) {
+  return {static_cast<int>(packed & 0xffff), static_cast<int>(packed >> kTokenShift)};
+}
+
+// What a block knows of all experts before it places anything.
+struct Layout {
+  Count total[kMaxExperts];          // of all chunks
+  Count next[kMaxExperts];           // where the block's next row and token of the expert go
+  int tile_start[kMaxExperts + 1];   // M-tiles of the experts before
+  int token_start[kMaxExperts + 1];  // tokens of the experts before
+};
+
+// Adds the counts of the chunks [first, end) to sums[experts], with the whole block.
+__device__ inline void AddChunks(const uint32_t* chunk_counts, int experts, int first, int end,
+                                 Count* sums) {
+  const int expert = threadIdx.x % experts;
+  const int groups = kThreads / experts;
+  const int group = threadIdx.x / experts;
+  if (group >= groups) return;
+  constexpr int kBatch = 8;  // loads in flight: latency is all that this costs
+  Count sum = {0, 0};
+  for (int chunk = first + group; chunk < end; chunk += kBatch * groups) {
+    uint32_t packed[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int at = chunk + i * groups;
+      packed[i] = at < end ? __ldg(chunk_counts + at * experts + expert) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      sum.rows += Unpack(packed[i]).rows;
+      sum.tokens += Unpack(packed[i]).tokens;
+    }
+  }
+  if (sum.rows > 0) atomicAdd(&sums[expert].rows, sum.rows);
+  if (sum.tokens > 0) atomicAdd(&sums[expert].tokens, sum.tokens);
+}
+
+// starts[e] = value(0) + ... + value(e - 1), for e in [0, experts], with one warp.
+template <typename Value>
+__device__ void ScanWithWarp(int experts, Value value, int* starts) {
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+  for (int base = 0; base < experts; base += 32) {
+    const int expert = base + lane;
+    const int own = expert < experts ? value(expert) : 0;
+    int sum = own;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    if (expert < experts) starts[expert] = before + sum - own;
+    before += __shfl_sync(kAllLanes, sum, 31);
+  }
+  if (lane == 0) starts[experts] = before;
+}
+
+__device__ inline int TilesOf(int rows) { return (rows + kTileRows - 1) / kTileRows; }
+
+// Fills `layout` for the block that places `chunk`; leaves the block synchronised.
+__device__ inline void MakeLayout(const uint32_t* chunk_counts, int experts, int num_chunks,
+                                  int chunk, Layout& layout) {
+  if (threadIdx.x < experts) layout.total[threadIdx.x] = layout.next[threadIdx.x] = {0, 0};
+  __syncthreads();
+  const int own = min(chunk, num_chunks);
+  AddChunks(chunk_counts, experts, 0, own, layout.next);
+  AddChunks(chunk_counts, experts, own, num_chunks, layout.total);
+  __syncthreads();
+  if (threadIdx.x < experts) {
+    layout.total[threadIdx.x].rows += layout.next[threadIdx.x].rows;
+    layout.total[threadIdx.x].tokens += layout.next[threadIdx.x].tokens;
+  }
+  __syncthreads();
+  const int warp = threadIdx.x / 32;
+  if (warp == 0) {
+    ScanWithWarp(experts, [&](int e) { return TilesOf(layout.total[e].rows); }, layout.tile_start);
+  } else if (warp == 1) {
+    ScanWithWarp(experts, [&](int e) { return layout.total[e].tokens; }, layout.token_start);
+  }
+  __syncthreads();
+  if (threadIdx.x < experts) {
+    layout.next[threadIdx.x].rows += layout.tile_start[threadIdx.x] * kTileRows;
+    layout.next[threadIdx.x].tokens += layout.token_start[threadIdx.x];
+  }
+  __syncthreads();
+}
+
+}  // namespace megamoe::plan

@@ -1,0 +1,51 @@
+// What a wait that gave up leaves behind, and how device and host share it.
+#pragma once
+
+#include <cstdint>
+
+namespace megamoe {
+
+// Where in a kernel a wait stands; kPhaseNames has its word for the error text.
+enum class Phase : uint32_t { kProbe };
+constexpr const char* kPhaseNames[] = {"probe"};
+
+enum class FaultCause : uint32_t { kDeadline, kAbort };
+
+struct FaultRecord {
+  FaultCause cause;
+  Phase phase;
+  int32_t rank;    // the one that waited
+  int32_t peer;    // the one it waited for
+  int32_t expert;  // what it waited for, -1 where it does not apply
+  int32_t block;
+  uint32_t expected;  // value of the flag
+  uint32_t found;
+  uint32_t epoch;  // of the call; calls of a device are numbered from 1 and wrap
+  uint64_t waited_ns;
+};
+
+// In pinned host memory, one per device.
+struct FaultPage {
+  // Written by the host, relaxed; polled by waits. Calls up to this epoch give up. Never reset.
+  uint32_t abort_epoch;
+  // Written by the device after `record`, release at system scope; read by the host, acquire. The
+  // epoch of the record, so never 0 once there was one. Never reset.
+  uint32_t record_epoch;
+  // Written by the host when it has read the record, release; the device writes no record before
+  // this equals record_epoch: the first fault is kept, later ones follow from it.
+  uint32_t taken_epoch;
+  FaultRecord record;
+};
+
+// What the waits of one call need, passed to its kernels by value.
+struct WaitContext {
+  FaultPage* page;  // device address
+  // In device memory: the epoch of the last call whose wait gave up. Written by the first thread
+  // that gives up; polled by the other waits of the call, which then leave without a record.
+  uint32_t* failed_epoch;
+  uint64_t deadline_ns;  // of each wait, from its start
+  uint32_t epoch;
+  int32_t rank;
+};
+
+}  // namespace megamoe

@@ -1,0 +1,233 @@
+"""Trains a small mixture-of-experts language model on text, byte by byte.
+
+    python examples/train_lm.py                   # Python's own standard library, about 2 minutes
+    python examples/train_lm.py --data my_text    # any file or directory
+    python examples/train_lm.py --devices 4       # the same run on 4 simulated CPU devices
+
+Prints the held-out loss beside the unigram entropy of the held-out bytes, and writes a loss curve,
+a CSV and a text sample below --out. Ctrl-C stops after the step in progress and reports.
+"""
+
+import argparse
+import math
+import pathlib
+import signal
+import sys
+import time
+
+import jax
+import numpy as np
+from flax import nnx
+from lm import data, report, training
+from lm.model import LanguageModel, ModelConfig, generate
+from tqdm import tqdm
+
+from jax_megamoe.config import BACKENDS, PRECISIONS, MegaMoEConfig
+
+HEAD_SIZE = 32
+EVALUATION_BATCHES = 4
+FINAL_EVALUATION_BATCHES = 16
+PROMPT = b"def "
+SAMPLE_BYTES = 300
+TEMPERATURE = 0.7
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+class UsageError(Exception):
+    """The arguments or the run cannot go on; the message is for the person at the terminal."""
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", help="a text file or a directory of them (default: Python's standard library)")
+    add("--out", type=pathlib.Path, default=pathlib.Path("out"), help="where to write (./out)")
+    add("--devices", type=int, help="simulate that many CPU devices")
+    add("--expert-parallel", type=int, help="devices that share the experts (2 if they are even)")
+    add("--steps", type=int, default=300)
+    add("--eval-every", type=int, default=50, help="steps between held-out losses")
+    add("--batch", type=int, default=16, help="sequences of a step, over all devices")
+    add("--seq", type=int, default=128, help="bytes of a sequence")
+    add("--layers", type=int, default=3)
+    add("--hidden", type=int, default=128, help=f"a multiple of {HEAD_SIZE}")
+    add("--intermediate", type=int, default=128, help="of one expert")
+    add("--experts", type=int, default=8)
+    add("--choices", type=int, default=2, help="experts of one byte")
+    add("--learning-rate", type=float, default=2e-3)
+    add("--seed", type=int, default=0)
+    add("--precision", choices=PRECISIONS, help="default: bf16 on a GPU, float32 on a CPU")
+    add("--backend", choices=BACKENDS, default="auto")
+    return parser.parse_args(argv)
+
+
+def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
+    """A mesh ("data", "expert") of all devices, after simulating --devices CPU devices."""
+    if args.devices is not None:
+        if args.devices < 1:
+            raise UsageError(f"--devices must be at least 1, but it is {args.devices}.")
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    num_devices = jax.device_count()
+    ranks = args.expert_parallel or (2 if num_devices % 2 == 0 else 1)
+    if ranks < 1 or num_devices % ranks:
+        raise UsageError(
+            f"--expert-parallel must divide the {num_devices} devices, but it is {ranks}."
+        )
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((num_devices // ranks, ranks), ("data", "expert"), axis_types=auto)
+
+
+def check_sizes(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
+    positive = "steps eval_every batch seq layers hidden intermediate experts choices".split()
+    for name in positive:
+        if (value := getattr(args, name)) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, but it is {value}.")
+    multiples = (
+        ("--batch", args.batch, mesh.size, "the number of devices"),
+        ("--experts", args.experts, mesh.shape["expert"], "--expert-parallel"),
+        ("--hidden", args.hidden, HEAD_SIZE, "the size of an attention head"),
+    )
+    for name, value, unit, meaning in multiples:
+        if value % unit:
+            raise UsageError(f"{name} must be a multiple of {unit}, {meaning}, but it is {value}.")
+    if args.choices > args.experts:
+        raise UsageError(f"--choices {args.choices} must be at most --experts {args.experts}.")
+
+
+def model_config(args: argparse.Namespace) -> ModelConfig:
+    precision = args.precision or ("float32" if jax.default_backend() == "cpu" else "bf16")
+    return ModelConfig(
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=args.hidden // HEAD_SIZE,
+        intermediate=args.intermediate,
+        experts=args.experts,
+        choices=args.choices,
+        dtype=jax.numpy.bfloat16 if precision == "bf16" else jax.numpy.float32,
+        moe=MegaMoEConfig(precision=precision, backend=args.backend),
+    )
+
+
+class StopRequest:
+    """Ctrl-C as a flag, read between steps; a second one interrupts at once."""
+
+    def __enter__(self) -> "StopRequest":
+        self.asked = False
+        self._previous = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def train(
+    args: argparse.Namespace, config: ModelConfig, corpus: data.Corpus, rows: list[report.Row]
+) -> LanguageModel:
+    """Runs the steps under the mesh that is set, until Ctrl-C at most; appends a row for each.
+
+    Raises:
+      UsageError: the loss is not finite; `rows` then ends with that step.
+    """
+    model, optimizer = training.create(
+        config, learning_rate=args.learning_rate, steps=args.steps, seed=args.seed
+    )
+    with StopRequest() as stop, tqdm(total=args.steps, unit="step", mininterval=1.0) as bar:
+        for step in range(1, args.steps + 1):
+            start = time.perf_counter()
+            sequences = data.train_batch(corpus, args.seed, step, args.batch, args.seq)
+            metrics = training.train_step(model, optimizer, sequences)
+            loss, imbalance = float(metrics.loss), float(metrics.imbalance)
+            tokens_per_s = args.batch * args.seq / (time.perf_counter() - start)
+            is_last = step == args.steps or stop.asked or not math.isfinite(loss)
+            held_out = None
+            if step % args.eval_every == 0 or is_last:
+                num_batches = FINAL_EVALUATION_BATCHES if is_last else EVALUATION_BATCHES
+                held_out = held_out_loss(model, corpus, args, num_batches)
+                bar.write(f"step {step}: held-out loss {held_out:.3f} nats per byte")
+            rows.append(report.Row(step, loss, held_out, tokens_per_s, imbalance))
+            bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
+            bar.update()
+            if not all(math.isfinite(value) for value in (loss, held_out or 0.0)):
+                raise UsageError(
+                    f"the loss became {loss} at step {step}, the held-out loss {held_out};"
+                    " try a lower --learning-rate."
+                )
+            if is_last:
+                break
+    return model
+
+
+def held_out_loss(
+    model: LanguageModel, corpus: data.Corpus, args: argparse.Namespace, num_batches: int
+) -> float:
+    """Mean loss in nats per byte over evenly spaced held-out sequences."""
+    batches = data.held_out_batches(corpus, num_batches, args.batch, args.seq)
+    return float(np.mean([float(training.evaluate(model, batch)) for batch in batches]))
+
+
+def sample_text(model: LanguageModel, args: argparse.Namespace, num_devices: int) -> str:
+    """A continuation of PROMPT; each device gets a row, and the first is returned."""
+    prompt = np.tile(np.frombuffer(PROMPT, np.uint8).astype(np.int32), (num_devices, 1))
+    compiled = nnx.jit(generate, static_argnums=(2, 3, 4))
+    text = compiled(model, prompt, SAMPLE_BYTES, args.seq, TEMPERATURE)
+    return report.as_text(np.asarray(text)[0].tolist())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, reports, writes the files; the exit status."""
+    mesh = make_mesh(args)
+    check_sizes(args, mesh)
+    config = model_config(args)
+    if config.moe.precision == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")
+    corpus = data.load_corpus(args.data, args.seq + 1)
+    entropy = data.unigram_entropy(corpus.held_out)
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(
+        f"text: {corpus.source}, {len(corpus.train):,} bytes to train on,"
+        f" {len(corpus.held_out):,} held out\n"
+        f"mesh: {dict(mesh.shape)} on {jax.devices()[0].device_kind}, {config.moe.precision}"
+    )
+    rows: list[report.Row] = []
+    with jax.set_mesh(mesh):
+        try:
+            model = train(args, config, corpus, rows)
+        finally:
+            report.write_csv(rows, args.out / "loss.csv")
+            report.write_curve(rows, entropy, args.out / "loss.png")
+            print(f"written: {args.out}/loss.csv, {args.out}/loss.png")
+        sample = sample_text(model, args, mesh.size)
+    (args.out / "sample.txt").write_text(sample, encoding="utf-8")
+    print(f"--- {args.out}/sample.txt ---\n{sample}\n---")
+    if len(rows) < args.steps:
+        print(f"interrupted after {len(rows)} of {args.steps} steps")
+    final = rows[-1].held_out_loss
+    assert final is not None, "the last step is evaluated"
+    side = "below" if final < entropy else "above"
+    print(
+        f"held-out loss {final:.4f} nats per byte; unigram entropy of the held-out bytes"
+        f" {entropy:.4f}; {abs(entropy - final):.4f} nats {side} it"
+    )
+    return 0 if len(rows) == args.steps else INTERRUPTED
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    try:
+        return run(args)
+    except (UsageError, data.DataError) as error:
+        print(f"train_lm: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train_lm: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""What every test runs under: devices, strict promotion, checked shapes, and which hardware.
+
+Without `-m gpu` the tests run on 8 simulated CPU devices, also on a GPU machine. With it the GPU is
+declared: its absence, the extension's absence and any skip are failures. JAX_MEGAMOE_GPUS says how
+many GPUs are declared (default 1); tests that need more are left out with a notice.
+"""
+
+import importlib
+import os
+import re
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+PACKAGE_DIR = Path(__file__).resolve().parents[1] / "jax_megamoe"
+NUM_SIMULATED_DEVICES = 8
+
+_notices = pytest.StashKey[list[str]]()
+
+
+def asks_for_gpu(mark_expression: str) -> bool:
+    """Whether a -m expression names the GPU marks other than after "not"."""
+    positive = re.sub(r"\bnot\s+(multi_)?gpu\b", "", mark_expression)
+    return re.search(r"\b(multi_)?gpu\b", positive) is not None
+
+
+def declared_gpus(config: pytest.Config) -> int:
+    """How many GPUs this run may rely on: 0 in a CPU run."""
+    if not asks_for_gpu(config.option.markexpr):
+        return 0
+    return int(os.environ.get("JAX_MEGAMOE_GPUS", "1"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_notices] = []
+    if declared_gpus(config):
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+    else:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        flag = f"--xla_force_host_platform_device_count={NUM_SIMULATED_DEVICES}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+    # Not before: JAX reads these variables on import.
+    jax = importlib.import_module("jax")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    _check_shapes(config)
+
+
+def _check_shapes(config: pytest.Config) -> None:
+    """Checks the shapes and dtypes in the package's annotations at every call."""
+    try:
+        importlib.import_module("beartype")
+        jaxtyping = importlib.import_module("jaxtyping")
+    except ImportError as error:
+        config.stash[_notices].append(f"annotations are not checked: {error}")
+        return
+    jaxtyping.install_import_hook("jax_megamoe", "beartype.beartype")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    num_declared = declared_gpus(session.config)
+    if not num_declared:
+        return
+    if not any(PACKAGE_DIR.glob("*.so")):
+        raise pytest.UsageError("GPU tests asked for, but the extension is not built: make build")
+    try:
+        num_visible = len(importlib.import_module("jax").devices("cuda"))
+    except RuntimeError as error:
+        raise pytest.UsageError(f"GPU tests asked for, but JAX finds no GPU: {error}") from error
+    if num_visible < num_declared:
+        raise pytest.UsageError(f"{num_declared} GPUs declared, but JAX sees {num_visible}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    num_declared = declared_gpus(config)
+    left_out = [item for item in items if needed_gpus(item) > num_declared]
+    for item in items:
+        if item.get_closest_marker("multi_gpu"):
+            item.add_marker("gpu")
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[_notices].append(
+            f"{len(left_out)} GPU tests not run: {num_declared} GPUs are declared (make test-gpu)"
+        )
+
+
+def needed_gpus(item: pytest.Item) -> int:
+    """How many GPUs a test needs, from its marks."""
+    if mark := item.get_closest_marker("multi_gpu"):
+        return int(mark.args[0])
+    return 1 if item.get_closest_marker("gpu") else 0
+
+
+def reject_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Turns a skip into a failure: on declared hardware nothing may be left out unseen."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid}: skipped on declared hardware: {report.longrepr}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if declared_gpus(item.config):
+        reject_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if declared_gpus(collector.config):
+        reject_skip(report)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for notice in terminalreporter.config.stash[_notices]:
+        terminalreporter.write_line(f"NOTICE {notice}", yellow=True)

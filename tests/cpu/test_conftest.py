@@ -1,0 +1,100 @@
+"""The test run's own promises: GPU tests are left out aloud, and on a GPU nothing is skipped."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests import conftest
+
+TESTS_DIR = Path(__file__).resolve().parents[1]
+
+SUITE = """
+import pytest
+
+def test_anywhere(): pass
+
+@pytest.mark.gpu
+def test_one_gpu(): pass
+
+@pytest.mark.multi_gpu(2)
+def test_two_gpus(): pass
+"""
+
+INI = """
+[pytest]
+markers =
+  gpu: one
+  multi_gpu(count): several
+"""
+
+
+def run_suite(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs SUITE under a copy of this conftest, with no GPU in sight."""
+    (folder / "tests").mkdir()
+    (folder / "pytest.ini").write_text(INI)
+    (folder / "tests" / "test_suite.py").write_text(SUITE)
+    shutil.copy(TESTS_DIR / "conftest.py", folder / "tests")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_gpu_tests_are_left_out_with_a_notice(tmp_path: Path) -> None:
+    result = run_suite(tmp_path)
+    assert result.returncode == 0, result.stdout
+    assert "1 passed, 2 deselected" in result.stdout
+    assert "NOTICE 2 GPU tests not run" in result.stdout
+
+
+@pytest.mark.parametrize(("built", "reason"), [(False, "not built"), (True, "finds no GPU")])
+def test_a_gpu_run_fails_without_extension_or_gpu(tmp_path: Path, built: bool, reason: str) -> None:
+    (tmp_path / "jax_megamoe").mkdir()
+    if built:
+        (tmp_path / "jax_megamoe" / "_cuda.abi3.so").touch()
+    result = run_suite(tmp_path, "-m", "gpu")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR, result.stdout
+    assert reason in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("gpu", True),
+        ("multi_gpu", True),
+        ("gpu and not multi_gpu", True),
+        ("", False),
+        ("not gpu", False),
+        ("not gpu and not multi_gpu", False),
+        ("gpufoo", False),
+    ],
+)
+def test_what_asks_for_a_gpu(expression: str, expected: bool) -> None:
+    assert conftest.asks_for_gpu(expression) is expected
+
+
+def test_a_skip_becomes_a_failure() -> None:
+    report = pytest.TestReport(
+        nodeid="tests/gpu/test_x.py::test_x",
+        location=("", None, ""),
+        keywords={},
+        outcome="skipped",
+        longrepr=("test_x.py", 1, "no peer access"),
+        when="call",
+    )
+    conftest.reject_skip(report)
+    assert report.failed
+    assert "no peer access" in str(report.longrepr)
+
+
+def test_simulated_devices_and_strict_promotion() -> None:
+    assert jax.device_count() == conftest.NUM_SIMULATED_DEVICES
+    with pytest.raises(ValueError, match="dtype promotion"):
+        jnp.add(jnp.ones(2, jnp.float32), jnp.ones(2, jnp.int32))
+    with pytest.raises(ValueError, match="rank_promotion"):
+        jnp.add(jnp.ones((2, 2)), jnp.ones(2))

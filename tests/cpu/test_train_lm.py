@@ -1,0 +1,135 @@
+"""The training example through its command line, on a tiny model and a small text."""
+
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = "--steps 24 --eval-every 8 --batch 8 --seq 32 --layers 2 --hidden 32 --intermediate 16"
+TINY = f"{TINY} --experts 4 --learning-rate 0.01".split()
+
+
+def command(*arguments):
+    return [sys.executable, str(ROOT / "examples" / "train_lm.py"), *map(str, arguments)]
+
+
+def environment():
+    """One simulated device unless --devices says more, whatever this process has."""
+    inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    added = {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**inherited, **added}
+
+
+def train(*arguments):
+    return subprocess.run(
+        command(*arguments), env=environment(), capture_output=True, text=True, timeout=600
+    )
+
+
+def rows(out):
+    with (out / "loss.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Counted sheep in three files: predictable, and more than one file to split."""
+    folder = tmp_path_factory.mktemp("text")
+    for part in range(3):
+        lines = (f"{n} sheep jump over the fence.\n" for n in range(part * 300, part * 300 + 300))
+        (folder / f"part{part}.txt").write_text("".join(lines))
+    (folder / "image.bin").write_bytes(b"\0" * 5000)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("single")
+    return train("--data", text, "--out", out, *TINY), out
+
+
+def test_a_run_learns_reports_and_writes_its_files(single):
+    run, out = single
+    assert run.returncode == 0, run.stderr
+    assert "(3 files)" in run.stdout  # the binary one is left out
+    assert "held-out loss" in run.stdout and "unigram entropy" in run.stdout
+    assert "tokens/s" in run.stderr
+    losses = [float(row["train_loss"]) for row in rows(out)]
+    assert len(losses) == 24
+    assert losses[-1] < losses[0] - 1
+    assert [row["step"] for row in rows(out) if row["held_out_loss"]] == ["8", "16", "24"]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len((out / "sample.txt").read_text()) > 100
+
+
+def test_four_devices_train_the_same_model(single, text, tmp_path):
+    run = train("--data", text, "--out", tmp_path, "--devices", 4, *TINY)
+    assert run.returncode == 0, run.stderr
+    assert "'data': 2, 'expert': 2" in run.stdout
+    for one, four in zip(rows(single[1]), rows(tmp_path), strict=True):
+        assert float(four["train_loss"]) == pytest.approx(float(one["train_loss"]), abs=1e-5)
+        if one["held_out_loss"]:
+            assert float(four["held_out_loss"]) == pytest.approx(
+                float(one["held_out_loss"]), abs=1e-5
+            )
+
+
+def test_interrupt_ends_cleanly_with_the_files_of_what_was_trained(text, tmp_path):
+    arguments = ["--data", text, "--out", tmp_path, *TINY, "--steps", 100_000, "--eval-every", 1]
+    process = subprocess.Popen(
+        command(*arguments),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3:"):
+            break
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert f"interrupted after {len(rows(tmp_path))} of 100000 steps" in stdout
+    assert "unigram entropy" in stdout
+    assert rows(tmp_path)[-1]["held_out_loss"]
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
+    run = train("--data", text, "--out", tmp_path, *TINY, "--learning-rate", "1e38")
+    assert run.returncode == 2
+    assert "train_lm: the loss became nan at step" in run.stderr
+    assert 0 < len(rows(tmp_path)) < 24
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "no/such/text"], "--data no/such/text: no such file or directory"),
+        (["--seq", "20000"], "too little text in .*: the training part has"),
+        (["--devices", "4", "--batch", "6"], "--batch must be a multiple of 4, .* it is 6"),
+        (["--devices", "0"], "--devices must be at least 1, but it is 0"),
+        (["--devices", "4", "--expert-parallel", "3"], "--expert-parallel must divide .* it is 3"),
+        (["--choices", "5"], "--choices 5 must be at most --experts 4"),
+        (["--steps", "0"], "--steps must be at least 1, but it is 0"),
+    ],
+)
+def test_bad_input_is_refused_with_its_reason(text, tmp_path, arguments, message):
+    run = train("--data", text, "--out", tmp_path / "out", *TINY, *arguments)
+    assert run.returncode == 2
+    last_line = run.stderr.strip().splitlines()[-1]
+    assert re.search(f"^train_lm: .*{message}", last_line)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,63 @@
+"""One compiled function per way to run the layer; tests share them, so that each compiles once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jax_megamoe import mega_moe
+from tests.cases import Batch, Results
+
+
+def expert_mesh(num_ranks: int) -> Mesh:
+    """A mesh of the first devices with the one axis "expert"."""
+    devices = np.array(jax.devices()[:num_ranks])
+    return Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
+
+
+def bind(**options: Any) -> Callable[..., Any]:
+    """mega_moe with its static options; the type of its result is for the caller to know."""
+    return functools.partial(mega_moe, **options)
+
+
+def results_and_pullback(op: Callable[..., Any]) -> Callable[..., Results]:
+    """A function of the arrays of a batch: y and its five gradients, all in one program."""
+
+    def run(x: Any, expert_idx: Any, expert_weight: Any, *rest: Any) -> Results:
+        *weights, dy = rest
+        y, pull = jax.vjp(
+            lambda x, w, *weights: op(x, expert_idx, w, *weights), x, expert_weight, *weights
+        )
+        return Results(y, *pull(dy))
+
+    return run
+
+
+@functools.cache
+def compiled(num_ranks: int | None = None, *, check_vma: bool = True, **options: Any) -> Any:
+    """The layer and its gradients as one jitted function of a batch's arrays.
+
+    Args:
+      num_ranks: None: one device, without shard_map; else the size of the expert axis, over which
+        tokens and experts are split.
+      options: the static options of `mega_moe`.
+    """
+    axis_name = None if num_ranks is None else "expert"
+    run = results_and_pullback(bind(axis_name=axis_name, **options))
+    if num_ranks is not None:
+        run = jax.shard_map(
+            run,
+            mesh=expert_mesh(num_ranks),
+            in_specs=PartitionSpec("expert"),
+            out_specs=PartitionSpec("expert"),
+            check_vma=check_vma,
+        )
+    return jax.jit(run)
+
+
+def run(batch: Batch, num_ranks: int | None = None, **how: Any) -> Results:
+    """The results of `compiled(num_ranks, **how)` on a batch, as NumPy arrays."""
+    return Results(*map(np.asarray, compiled(num_ranks, **how)(*batch)))
