@@ -17,12 +17,14 @@ __device__ __forceinline__ float HighBf16(uint32_t packed) {
   return __uint_as_float(packed & 0xffff0000u);
 }
 
-// x sigmoid(x); relative error about 2^-21. Exact where sigmoid rounds to 1.
+// x sigmoid(x), as x/2 (1 + tanh(x/2)): two instructions fewer than an exponential and a reciprocal.
+// tanh.approx has a relative error of 2^-11, a quarter of what rounding the result to bf16 adds.
+// Exact where tanh rounds to 1.
 __device__ __forceinline__ float Silu(float x) {
-  float t;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(0.5f * x));
   const float half = 0.5f * x;
-  return fmaf(half, t, half);
+  float tanh_half;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(tanh_half) : "f"(half));
+  return fmaf(half, tanh_half, half);
 }
 
 }  // namespace megamoe::ptx
