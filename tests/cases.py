@@ -52,7 +52,7 @@ def oracle(
     dtype: np.dtype = F32,
     weight_dtype: np.dtype | None = None,
 ) -> Batch:
-    """The tagged experts of cases.md: expert e answers e + 1 to every token, exactly.
+    """Tagged experts: expert e answers e + 1 to every token, exactly.
 
     x[t, 0] = 1; Wg[e, 0, 0] = 32; Wu[e, 0, 0] = 1; Wd[e, 0, :] = (e + 1) / 32; dy[t, 0] = 1; all
     else 0. silu(32) = 32 and silu'(32) = 1 in float32, so nothing is rounded anywhere as long as

@@ -1,7 +1,8 @@
 """Known faults of systems like this one: routing data, stale rows, sizes. One test per report.
 
-The number in a test's name is the case's number in cases.md; the report it comes from is named in
-the docstring. Right values are the oracle's unless the test says otherwise.
+The number in a test's name is that of a kind of fault, the same in every file; the public report in
+which it was seen is named in the docstring.
+Right values are the oracle's unless the test says otherwise.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The tagged experts of cases.md on the reference, and bitwise equality over the rank counts.
+"""The oracle (cases.py) on the reference, and bitwise equality over the rank counts.
 
 Any misrouted, dropped, duplicated or stale row gives a wrong number, so these tests are exact.
 """

@@ -163,7 +163,8 @@ def test_numpy_arguments_on_an_explicit_mesh() -> None:
 
 def test_wide_numpy_ids_do_not_wrap() -> None:
     ids = np.where(IDS == 3, np.int64(2**32 + 3), IDS)
-    y = entry(mesh=make_mesh({"expert": 4}))(*BATCH._replace(expert_idx=ids)[:6])
+    op = entry(mesh=make_mesh({"expert": 4}))
+    y = jax.jit(lambda x: op(x, ids, *BATCH[2:6]))(BATCH.x)
     no_route = np.where(IDS == 3, -1, IDS).astype(np.int32)
     without = layer.run(BATCH._replace(expert_idx=no_route), precision="float32")
     compare.assert_bitwise(y, without.y)
