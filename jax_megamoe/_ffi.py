@@ -13,14 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe.config import Dims, MegaMoEConfig
-from jax_megamoe.plan import Plan, Step, plan_sizes
+from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
+from jax_megamoe.plan import Plan, Step, forward_steps, plan_chunks, plan_sizes
 
 PLAN = "jax_megamoe_plan"
 FORWARD = "jax_megamoe_forward"
 BACKWARD = "jax_megamoe_backward"
 
 AxisName = str | tuple[str, ...] | None
+
+# Parts of the forward, as in cuda/shared/forward.h: dispatch, gate_up, down, combine.
+FUSED = (1 | 2 | 4 | 8,)
+UNFUSED = (1, 2, 4, 8)
 
 
 @functools.cache
@@ -60,13 +64,24 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
       RuntimeError: without the extension.
       ValueError: for dimensions that a plan cannot hold.
     """
-    sizes = plan_sizes(dims, steps)
     module, reason = extension()
     if module is None:
         raise RuntimeError(reason)
     register()
-    experts = dims.experts_per_rank
-    shapes = (
+    results = [_result(expert_idx, s, jnp.int32) for s in _plan_shapes(dims, steps)]
+    *arrays, _scratch = jax.ffi.ffi_call(PLAN, results)(
+        expert_idx,
+        experts=np.int64(dims.E),
+        rank=np.int64(rank),
+        steps=_step_fields(steps),
+    )
+    return Plan(*arrays)
+
+
+def _plan_shapes(dims: Dims, steps: Sequence[Step]) -> list[tuple[int, ...]]:
+    """Of the arrays of a plan and of the scratch behind them, all int32."""
+    sizes, experts = plan_sizes(dims, steps), dims.experts_per_rank
+    return [
         (dims.R, experts),
         (experts + 1,),
         (dims.R, dims.T, dims.K),
@@ -74,17 +89,18 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
         (sizes.items, 4),
         (dims.R * dims.T,),
         (2,),
-        (module.plan_chunks(dims.T, dims.K, dims.R), experts),
-    )
-    call = jax.ffi.ffi_call(PLAN, [_result(expert_idx, shape, jnp.int32) for shape in shapes])
+        (plan_chunks(dims), experts),
+    ]
+
+
+def _forward_counters(pool_rows: int) -> int:
+    """As NumForwardCounters of cuda/host/forward.cc: 3 claims in 32 words each, 3 flags a tile."""
+    return 3 * 32 + 3 * (pool_rows // TILE_ROWS)
+
+
+def _step_fields(steps: Sequence[Step]) -> np.ndarray:
     fields = [(step.tiles_m or 0, step.tiles_n, step.lag) for step in steps]
-    *arrays, _scratch = call(
-        expert_idx,
-        experts=np.int64(dims.E),
-        rank=np.int64(rank),
-        steps=np.array(fields, np.int64).reshape(-1),
-    )
-    return Plan(*arrays)
+    return np.array(fields, np.int64).reshape(-1)
 
 
 def forward_call(
@@ -98,24 +114,36 @@ def forward_call(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: AxisName,
+    launches: Sequence[int] = FUSED,
 ) -> tuple[jax.Array, jax.Array]:
     """The forward custom call of one rank.
 
     Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight to float32.
       axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
+      launches: the parts that each launch of the kernel does, see cuda/shared/forward.h; UNFUSED
+        does the same work one part at a time.
 
     Returns:
       y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert.
     """
     register()
+    steps = forward_steps(dims)
+    rows = plan_sizes(dims, steps).pool_rows
     results = [
         _result(x, (dims.T, dims.H), jnp.bfloat16),
-        _result(x, (dims.experts_per_rank,), jnp.int32),
+        *(_result(x, shape, jnp.int32) for shape in _plan_shapes(dims, steps)),
+        _result(x, (rows, dims.H), jnp.bfloat16),
+        _result(x, (rows, dims.I), jnp.bfloat16),
+        _result(x, (_forward_counters(rows),), jnp.int32),
     ]
     call = jax.ffi.ffi_call(FORWARD, results)
     attributes = _attributes(dims, config, axis_name)
     operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
-    y, counts = call(*operands, **attributes)
+    y, counts, *_ = call(
+        *operands, steps=_step_fields(steps), launches=np.array(launches, np.int64), **attributes
+    )
+    # One source needs no sum, which would be a kernel of its own.
+    counts = counts[0] if dims.R == 1 else counts.sum(axis=0, dtype=jnp.int32)
     return y.astype(x.dtype), counts
 
 

@@ -181,6 +181,13 @@ def plan_sizes(dims: Dims, steps: Sequence[Step]) -> Sizes:
     return sizes
 
 
+def plan_chunks(dims: Dims) -> int:
+    """Chunks that the plan kernel cuts the slots into, as ChunksOf of cuda/shared/plan.h does."""
+    per_source = dims.T * dims.K
+    slots = ceil_div(dims.R * per_source // 128, 1024) * 1024
+    return dims.R * ceil_div(per_source, min(max(slots, 1024), 32 * 1024))
+
+
 def _check_limits(dims: Dims, steps: Sequence[Step]) -> None:
     for name, value, low, high in (
         ("T", dims.T, 0, INT32_MAX),

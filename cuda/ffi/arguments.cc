@@ -1,0 +1,78 @@
+#include "ffi/arguments.h"
+
+#include "ffi/common.h"
+
+namespace megamoe {
+
+namespace ffi = xla::ffi;
+
+ffi::Error Invalid(const std::string& text) {
+  return MakeError(ffi::ErrorCode::kInvalidArgument, text);
+}
+
+namespace {
+
+// The limits are refused by name in jax_megamoe/plan.py; here they only keep memory safe.
+bool InLimits(const PlanProblem& p, int64_t experts) {
+  const RoutingDims& d = p.dims;
+  return d.R > 0 && d.K > 0 && d.K <= kMaxChoices && experts > 0 && experts <= kMaxExperts &&
+         d.E % d.R == 0 && p.rank >= 0 && p.rank < d.R;
+}
+
+}  // namespace
+
+ffi::ErrorOr<PlanProblem> ReadPlanProblem(ffi::Span<const int64_t> idx_dims, int64_t experts,
+                                          int64_t rank, ffi::Span<const int64_t> steps) {
+  constexpr int kStepFields = 3;
+  const int64_t num_steps = steps.size() / kStepFields;
+  if (num_steps < 1 || num_steps > kMaxSteps || steps.size() % kStepFields != 0) {
+    return Invalid("plan: attribute steps has " + std::to_string(steps.size()) +
+                                   " numbers; it takes 3 for each of 1 to 4 steps");
+  }
+  PlanProblem p = {};
+  p.dims = {static_cast<int>(idx_dims[1]), static_cast<int>(idx_dims[2]), static_cast<int>(experts),
+            static_cast<int>(idx_dims[0])};
+  p.rank = static_cast<int>(rank);
+  p.num_steps = static_cast<int>(num_steps);
+  if (!InLimits(p, experts)) {
+    return Invalid("plan: dimensions outside the limits of cuda/shared/plan.h");
+  }
+  for (int s = 0; s < p.num_steps; ++s) {
+    const int64_t* fields = steps.begin() + s * kStepFields;
+    p.steps[s] = {static_cast<int>(fields[0]), static_cast<int>(fields[1]),
+                  static_cast<int>(fields[2])};
+  }
+  return p;
+}
+
+ffi::ErrorOr<PlanArrays> ReadPlanArrays(const PlanProblem& problem, ffi::RemainingRets& results,
+                                        int first) {
+  const auto fields = PlanFields(problem);
+  static_assert(std::tuple_size_v<decltype(fields)> == kNumPlanResults);
+  if (results.size() < first + fields.size()) {
+    return Invalid("plan: wrong number of results");
+  }
+  void* pointers[kNumPlanResults];
+  for (int i = 0; i < kNumPlanResults; ++i) {
+    const auto result = results.get<ffi::Buffer<ffi::S32>>(first + i);
+    if (result.has_error()) return result.error();
+    const int64_t elements = (*result)->element_count();
+    if (elements != fields[i].elements) {
+      return Invalid(std::string("plan: result ") + fields[i].name + " has " +
+                     std::to_string(elements) + " elements, the kernel writes " +
+                     std::to_string(fields[i].elements));
+    }
+    pointers[i] = (*result)->untyped_data();
+  }
+  const auto ints = [&](int i) { return static_cast<int32_t*>(pointers[i]); };
+  return PlanArrays{ints(0),
+                    ints(1),
+                    ints(2),
+                    ints(3),
+                    static_cast<Item*>(pointers[4]),
+                    ints(5),
+                    ints(6),
+                    static_cast<uint32_t*>(pointers[7])};
+}
+
+}  // namespace megamoe

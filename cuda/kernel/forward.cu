@@ -1,0 +1,97 @@
+// The forward of the layer in one persistent kernel.
+#include "kernel/forward.h"
+#include "kernel/forward_steps.cuh"
+#include "pipeline/shared_memory.cuh"
+#include "roles/combine.cuh"
+#include "roles/dispatch.cuh"
+#include "roles/load.cuh"
+#include "roles/multiply.cuh"
+#include "roles/store.cuh"
+
+namespace megamoe {
+namespace {
+
+// Registers of a thread: the first warpgroup gives some to the two that multiply.
+constexpr int kServiceRegisters = 88;
+constexpr int kMultiplyRegisters = 208;
+static_assert(kServiceRegisters + kNumConsumers * kMultiplyRegisters <= 504,
+              "65536 registers over three warpgroups, in steps of 8");
+
+// Warps of the first warpgroup; the other two multiply.
+enum ServiceWarp { kLoadWarp, kStoreWarp, kFirstCommWarp };
+
+constexpr int kEndOfProducts = 1;  // hardware barrier
+
+__device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& maps,
+                                      const ForwardParams& p, int warp) {
+  const bool multiplies = p.parts & (kGateUp | kDown);
+  if (warp == kLoadWarp) {
+    if (multiplies) LoadRole<ForwardSteps>(shared, maps, p).Run();
+  } else if (warp == kStoreWarp) {
+    if (multiplies) StoreRole<ForwardSteps>(shared, maps, p).Run();
+  } else {
+    const int comm_warp = warp - kFirstCommWarp;
+    if (p.parts & kDispatch) {
+      DispatchRole(shared, p, comm_warp).Run();
+      ZeroUnrouted(p, blockIdx.x * kCombineWarps + comm_warp, gridDim.x * kCombineWarps);
+    }
+    if (p.parts & kCombine) {
+      const int first = comm_warp * kCombineBuffers;
+      CombineRole(shared, p, AddressOf(shared.combine, first), first, kCombineBuffers).Run();
+    }
+  }
+}
+
+// The products of one warpgroup, then a share of the sums that are left.
+__device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const ForwardParams& p,
+                                                 int consumer, int consumer_warp) {
+  if (p.parts & (kGateUp | kDown)) MultiplyRole<ForwardSteps>(shared, p, consumer).Run();
+  if (p.parts & kCombine) {
+    // The stages become batch buffers: no product may read them any more.
+    ptx::GroupSync<kEndOfProducts, kNumConsumers * kGroupThreads>();
+    const int first = consumer_warp * kHelperBuffers;
+    CombineRole(shared, p, AddressOf(shared.stages, 0) + first * kBatchBytes,
+                kAllCombineBuffers + first, kHelperBuffers)
+        .Run();
+  }
+}
+
+__global__ __launch_bounds__(kBlockThreads,
+                             1) void ForwardKernel(const __grid_constant__ ForwardMaps maps,
+                                                   const __grid_constant__ ForwardParams p) {
+  SharedMemory& shared = BlockMemory();
+  if (threadIdx.x == 0) InitBarriers(shared);
+  __syncthreads();
+  // Uniform over the warp, and the compiler knows it.
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpThreads, 0);
+  // setmaxnreg takes effect only if all that follows it is one branch.
+  if (group == 0) {
+    ptx::GiveRegisters<kServiceRegisters>();
+    Serve(shared, maps, p, warp);
+  } else {
+    ptx::TakeRegisters<kMultiplyRegisters>();
+    MultiplyThenHelp(shared, p, group - 1, warp - kGroupThreads / kWarpThreads);
+  }
+}
+
+}  // namespace
+
+CudaStatus LoadForward() {
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
+      ForwardKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedMemory)));
+  return {};
+}
+
+CudaStatus LaunchForward(cudaStream_t stream, int num_blocks, const ForwardMaps& maps,
+                         const ForwardParams& params) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(num_blocks);
+  config.blockDim = dim3(kBlockThreads);
+  config.dynamicSmemBytes = sizeof(SharedMemory);
+  config.stream = stream;
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, ForwardKernel, maps, params));
+  return {};
+}
+
+}  // namespace megamoe

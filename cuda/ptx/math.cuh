@@ -1,0 +1,30 @@
+// Element-wise arithmetic: float32 in registers, bf16 in memory.
+#pragma once
+
+#include <cstdint>
+
+namespace megamoe::ptx {
+
+// Rounded to nearest; the first value in the low half. As uint32_t, because ptxas splits packed
+// bf16 types into 16-bit registers.
+__device__ __forceinline__ uint32_t PackBf16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ __forceinline__ float LowBf16(uint32_t packed) { return __uint_as_float(packed << 16); }
+__device__ __forceinline__ float HighBf16(uint32_t packed) {
+  return __uint_as_float(packed & 0xffff0000u);
+}
+
+// x sigmoid(x), as x/2 (1 + tanh(x/2)): two instructions fewer than an exponential and a reciprocal.
+// tanh.approx has a relative error of 2^-11, a quarter of what rounding the result to bf16 adds.
+// Exact where tanh rounds to 1.
+__device__ __forceinline__ float Silu(float x) {
+  const float half = 0.5f * x;
+  float tanh_half;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(tanh_half) : "f"(half));
+  return fmaf(half, tanh_half, half);
+}
+
+}  // namespace megamoe::ptx

@@ -1,0 +1,115 @@
+// Multiply: the products of a tile and the arithmetic that finishes it.
+//
+// reads      stages in shared memory
+// writes     the finished tile, in chunks of 64 rows x 64 columns, to the staging buffers
+// waits on   item_full, stage_full; staging_empty, which the store warp releases
+// signals    item_empty, stage_empty, staging_full
+// threads    two warpgroups, 64 rows of the tile each
+#pragma once
+
+#include "pipeline/shared_memory.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace megamoe {
+
+template <typename Steps>
+class MultiplyRole {
+  using Params = typename Steps::Params;
+
+ public:
+  __device__ MultiplyRole(SharedMemory& shared, const Params& params, int consumer)
+      : shared_(shared), p_(params), consumer_(consumer) {}
+
+  __device__ void Run() {
+#pragma unroll
+    for (int i = 0; i < 128; ++i) acc_[i] = 0;
+    ForEachItem(shared_, [&](const TileItem& item) {
+      Steps::With(item.step, [&]<typename Step>() {
+        const int num_k_blocks = Step::NumKBlocks(p_);
+        if (consumer_ >= item.num_consumers) {
+          Skip(num_k_blocks);
+        } else {
+          Multiply(num_k_blocks);
+          Finish<Step>();
+        }
+      });
+    });
+  }
+
+ private:
+  __device__ __forceinline__ bool IsLane0() const { return threadIdx.x % kWarpThreads == 0; }
+
+  // The upper half of the tile is all pads: only the stages are handed back.
+  __device__ __forceinline__ void Skip(int num_k_blocks) {
+#pragma unroll 1
+    for (int k = 0; k < num_k_blocks; ++k) {
+      ptx::BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
+      if (IsLane0()) ptx::BarrierArrive(AddressOf(shared_.stage_empty, stage_.index));
+      stage_.Advance();
+    }
+  }
+
+  __device__ __forceinline__ void Multiply(int num_k_blocks) {
+    constexpr auto kA = ptx::Major::kK;
+    constexpr auto kB = ptx::Major::kMN;
+    uint32_t previous = 0;
+#pragma unroll 1
+    for (int k = 0; k < num_k_blocks; ++k) {
+      ptx::BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
+      const uint32_t address = AddressOf(shared_.stages, stage_.index);
+      const uint64_t a = ptx::TileDescriptor<kA>(address + consumer_ * ptx::kChunkBytes);
+      const uint64_t b = ptx::TileDescriptor<kB>(address + kStageABytes);
+      ptx::PinRegisters(acc_);
+      ptx::WgmmaFence();
+#pragma unroll
+      for (int i = 0; i < kBlockK / 16; ++i) {
+        ptx::Wgmma64x256x16<kA, kB>(a + i * ptx::kDescriptor16K<kA>,
+                                    b + i * ptx::kDescriptor16K<kB>, acc_, (k | i) != 0);
+      }
+      ptx::WgmmaCommit();
+      ptx::PinRegisters(acc_);
+      ptx::WgmmaWait<1>();
+      // The products of the block before are complete in this warp.
+      if (k > 0 && IsLane0()) ptx::BarrierArrive(AddressOf(shared_.stage_empty, previous));
+      previous = stage_.index;
+      stage_.Advance();
+    }
+    ptx::WgmmaWait<0>();
+    ptx::PinRegisters(acc_);
+    if (IsLane0()) ptx::BarrierArrive(AddressOf(shared_.stage_empty, previous));
+  }
+
+  template <typename Step>
+  __device__ __forceinline__ void Finish() {
+    const int lane = threadIdx.x % kWarpThreads;
+    const int row = threadIdx.x % kGroupThreads / kWarpThreads * 16 + lane % 16;
+#pragma unroll
+    for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
+      const uint32_t buffer = chunk % kStagingBuffers;
+      const uint32_t base = AddressOf(shared_.staging[consumer_], buffer) + row * 128;
+      ptx::BarrierWait(AddressOf(shared_.staging_empty[consumer_], buffer),
+                       (staging_turns_ >> buffer & 1) ^ 1);
+      staging_turns_ ^= 1u << buffer;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) packed[j] = Step::Finish(acc_, chunk * 16 + c * 4 + j);
+        // 128-byte swizzle: the 16-byte column index is xor-ed with the row.
+        ptx::StoreMatrix(base + ((c * 32 + lane / 16 * 16) ^ (row % 8 * 16)), packed);
+      }
+      ptx::FenceAsyncShared();
+      __syncwarp();
+      if (IsLane0()) ptx::BarrierArrive(AddressOf(shared_.staging_full[consumer_], buffer));
+    }
+  }
+
+  SharedMemory& shared_;
+  const Params& p_;
+  const int consumer_;
+  RingPosition<kNumStages> stage_;
+  uint32_t staging_turns_ = 0;  // a parity bit for each staging buffer
+  float acc_[128];
+};
+
+}  // namespace megamoe

@@ -1,0 +1,71 @@
+// Store: moves finished chunks to memory and publishes the tile.
+//
+// reads      staging buffers
+// writes     h or o (TMA); Step::Done of the tile
+// waits on   item_full, staging_full
+// signals    item_empty, staging_empty; Step::Done: +1 when all of the item is in memory
+// threads    one warp, all lanes converged; one lane issues. A role of its own, because a consumer
+//            that published would wait for its own stores before the next product.
+#pragma once
+
+#include "pipeline/shared_memory.cuh"
+#include "ptx/tma.cuh"
+
+namespace megamoe {
+
+template <typename Steps>
+class StoreRole {
+  using Params = typename Steps::Params;
+  using Maps = typename Steps::Maps;
+
+ public:
+  __device__ StoreRole(SharedMemory& shared, const Maps& maps, const Params& params)
+      : shared_(shared), maps_(maps), p_(params) {}
+
+  __device__ void Run() {
+    ForEachItem(shared_, [&](const TileItem& item) {
+      Steps::With(item.step, [&]<typename Step>() { StoreItem<Step>(item); });
+    });
+  }
+
+ private:
+  template <typename Step>
+  __device__ __forceinline__ void StoreItem(const TileItem& item) {
+    uint32_t previous = 0;  // address of the barrier of the buffer stored before
+#pragma unroll 1
+    for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
+#pragma unroll 1
+      for (int consumer = 0; consumer < item.num_consumers; ++consumer) {
+        const uint32_t buffer = chunk % kStagingBuffers;
+        const uint32_t turn = consumer * kStagingBuffers + buffer;
+        ptx::BarrierWait(AddressOf(shared_.staging_full[consumer], buffer), turns_ >> turn & 1);
+        turns_ ^= 1u << turn;
+        if (ptx::ElectOne()) {
+          Step::StoreChunk(maps_, item, consumer, chunk,
+                           AddressOf(shared_.staging[consumer], buffer));
+          ptx::StoreCommit();
+          ptx::StoreWaitRead<1>();
+          if (previous != 0) ptx::BarrierArrive(previous);
+        }
+        __syncwarp();
+        previous = AddressOf(shared_.staging_empty[consumer], buffer);
+      }
+    }
+    // The same lane issued every store: elect.sync picks it again while the warp is converged.
+    if (ptx::ElectOne()) {
+      ptx::StoreWaitRead<0>();
+      ptx::BarrierArrive(previous);
+      ptx::StoreWaitAll();
+      ptx::FenceAsyncGlobal();
+      ptx::AddRelease(Step::Done(p_, item.row / kTileRows), 1);
+    }
+    __syncwarp();
+  }
+
+  SharedMemory& shared_;
+  const Maps& maps_;
+  const Params& p_;
+  uint32_t turns_ = 0;  // a parity bit for each staging buffer
+};
+
+}  // namespace megamoe

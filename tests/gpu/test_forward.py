@@ -1,0 +1,181 @@
+"""The fused forward on one GPU: exact, as precise as an unfused path, and the same every time."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_megamoe import _ffi, mega_moe
+from jax_megamoe.config import Dims, MegaMoEConfig
+from tests import cases, compare
+from tests.cases import BF16, F32, ROUTINGS, Batch
+
+pytestmark = pytest.mark.gpu
+
+# T, K, E, H, I: one tile and many, one column tile and many, half tiles, more routes than a batch.
+SIZES = (
+    (1, 1, 1, 64, 64),
+    (5, 8, 16, 64, 64),
+    (200, 2, 8, 128, 128),
+    (777, 3, 8, 256, 192),
+    (1000, 4, 4, 320, 64),
+    (2048, 8, 128, 512, 256),
+    (600, 32, 64, 448, 320),
+    (300, 2, 6, 2112, 128),
+)
+
+
+@functools.partial(jax.jit, static_argnames=("options",))
+def forward(*arrays: Any, options: tuple[tuple[str, Any], ...] = ()) -> Any:
+    return mega_moe(*arrays, backend="cuda", return_counts=True, **dict(options))
+
+
+@functools.partial(jax.jit, static_argnames=("dims", "launches"))
+def launched(*arrays: Any, dims: Dims, launches: tuple[int, ...]) -> Any:
+    config = MegaMoEConfig(backend="cuda")
+    return _ffi.forward_call(*arrays, dims=dims, config=config, axis_name=None, launches=launches)
+
+
+def dims_of(batch: Batch) -> Dims:
+    (tokens, hidden), choices = batch.x.shape, batch.expert_idx.shape[1]
+    experts, _, intermediate = batch.w_gate.shape
+    return Dims(T=tokens, K=choices, E=experts, R=1, H=hidden, I=intermediate)
+
+
+def operands(batch: Batch) -> list[Any]:
+    return [jnp.asarray(a) for a in batch[:6]]
+
+
+def random_batch(size: tuple[int, ...], routing: str, seed: int = 0) -> Batch:
+    tokens, choices, experts, hidden, intermediate = size
+    ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
+    return cases.normal(
+        ids,
+        num_experts=experts,
+        hidden=hidden,
+        intermediate=intermediate,
+        seed=seed,
+        dtype=BF16,
+    )
+
+
+def poison_free_memory() -> None:
+    """Leaves most of the free device memory full of NaN, for the next call's pools."""
+    stats = jax.devices()[0].memory_stats() or {}
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    chunks = [jnp.full(2**28, jnp.nan, jnp.float32) for _ in range(int(0.8 * free) // 2**30)]
+    for chunk in jax.block_until_ready(chunks):
+        chunk.delete()
+
+
+@pytest.mark.parametrize("routing", sorted(ROUTINGS))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_oracle_is_exact(size: tuple[int, ...], routing: str) -> None:
+    tokens, choices, experts, hidden, intermediate = size
+    ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
+    batch = cases.oracle(
+        ids, 0.125, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16
+    )
+    y, counts = forward(*operands(batch))
+    compare.assert_exact(y, cases.oracle_results(batch).y, "y")
+    np.testing.assert_array_equal(counts, cases.counts(batch))
+
+
+def unfused_bf16(batch: Batch) -> np.ndarray:
+    """The layer as a few bf16 products and a float32 sum over the choices."""
+    x, ids, w, w_gate, w_up, w_down = operands(batch)
+    y = jnp.zeros(x.shape, jnp.float32)
+    for e in range(batch.num_experts):
+        h = jax.nn.silu(x @ w_gate[e]) * (x @ w_up[e])
+        o = (h @ w_down[e]).astype(jnp.float32)
+        chosen = jnp.where(ids == e, w.astype(jnp.float32), 0)
+        y += jnp.sum(chosen, axis=1, keepdims=True) * o
+    return np.asarray(y.astype(x.dtype), np.float64)
+
+
+def test_error_of_every_expert_is_that_of_an_unfused_path() -> None:
+    """One expert a token, so that a token's error is its expert's."""
+    batch = random_batch((4096, 1, 16, 512, 256), "distinct")
+    right = cases.dense(batch).y
+    found = np.asarray(forward(*operands(batch))[0], np.float64)
+    unfused = unfused_bf16(batch)
+    for e in range(batch.num_experts):
+        rows = batch.expert_idx[:, 0] == e
+        norm = np.linalg.norm(right[rows])
+        assert norm > 1
+        ours = np.linalg.norm(found[rows] - right[rows]) / norm
+        theirs = np.linalg.norm(unfused[rows] - right[rows]) / norm
+        assert ours <= 1.05 * theirs, f"expert {e}: {ours} against {theirs}"
+
+
+@pytest.mark.parametrize("routing", sorted(ROUTINGS))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_fused_equals_its_parts_and_itself(size: tuple[int, ...], routing: str) -> None:
+    batch = random_batch(size, routing)
+    dims = dims_of(batch)
+    once, _ = launched(*operands(batch), dims=dims, launches=_ffi.UNFUSED)
+    for _ in range(20):
+        again, _ = launched(*operands(batch), dims=dims, launches=_ffi.FUSED)
+        compare.assert_bitwise(again, once, "y")
+
+
+def test_poisoned_memory_reaches_nothing() -> None:
+    batch = random_batch(SIZES[5], "invalid")
+    clean, _ = forward(*operands(batch))
+    for _ in range(3):
+        poison_free_memory()
+        poisoned, _ = forward(*operands(batch))
+        compare.assert_bitwise(poisoned, clean, "y")
+
+
+def test_nan_stays_with_its_token() -> None:
+    batch = random_batch(SIZES[3], "distinct")
+    clean = np.asarray(forward(*operands(batch))[0], np.float32)
+    x = batch.x.copy()
+    x[0] = np.nan
+    y = np.asarray(forward(*operands(batch._replace(x=x)))[0], np.float32)
+    assert np.isnan(y[0]).all()
+    np.testing.assert_array_equal(y[1:], clean[1:])
+
+
+@pytest.mark.parametrize("x_dtype", [BF16, F32])
+@pytest.mark.parametrize("weight_dtype", [BF16, F32])
+def test_dtypes_are_cast_inside(x_dtype: np.dtype, weight_dtype: np.dtype) -> None:
+    batch = random_batch(SIZES[3], "distinct")
+    want, _ = forward(*operands(batch))
+    x, ids, w, *weights = operands(batch)
+    y, _ = forward(x.astype(x_dtype), ids, w, *(a.astype(weight_dtype) for a in weights))
+    assert y.dtype == x_dtype
+    compare.assert_bitwise(y.astype(BF16), want, "y")
+
+
+def test_inside_scan_remat_and_donation() -> None:
+    batch = random_batch(SIZES[3], "distinct")
+    x, *rest = operands(batch)
+
+    def layer(x: Any, _: Any) -> Any:
+        return x + jax.checkpoint(functools.partial(mega_moe, backend="cuda"))(x, *rest), None
+
+    want = x
+    for _ in range(3):
+        want = layer(want, None)[0]
+    stack = jax.jit(lambda x: jax.lax.scan(layer, x, length=3)[0], donate_argnums=0)
+    compare.assert_bitwise(stack(x + 0), want, "y")
+
+
+def test_two_sizes_in_one_program() -> None:
+    small, large = random_batch(SIZES[2], "distinct"), random_batch(SIZES[6], "distinct")
+    want = [forward(*operands(b))[0] for b in (small, large, small)]
+    both = jax.jit(lambda *a: [forward(*a[:6])[0], forward(*a[6:])[0], forward(*a[:6])[0]])
+    for found, right in zip(both(*operands(small), *operands(large)), want, strict=True):
+        compare.assert_bitwise(found, right, "y")
+
+
+def test_experts_over_several_ranks_are_refused_before_any_launch() -> None:
+    dims = Dims(T=16, K=2, E=8, R=2, H=64, I=64)
+    batch = random_batch((16, 2, 4, 64, 64), "distinct")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNIMPLEMENTED.*on one GPU"):
+        jax.block_until_ready(launched(*operands(batch), dims=dims, launches=_ffi.FUSED))
