@@ -151,7 +151,7 @@ _mega_moe.defvjp(_mega_moe_fwd, _mega_moe_bwd)
 
 
 def _is_cuda(config: MegaMoEConfig) -> bool:
-    """ "auto" is the reference until the fused kernels exist."""
+    """Whether the kernels run; "auto" is the reference until the backward kernel exists."""
     return config.backend == "cuda"
 
 

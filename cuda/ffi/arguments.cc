@@ -27,7 +27,7 @@ ffi::ErrorOr<PlanProblem> ReadPlanProblem(ffi::Span<const int64_t> idx_dims, int
   const int64_t num_steps = steps.size() / kStepFields;
   if (num_steps < 1 || num_steps > kMaxSteps || steps.size() % kStepFields != 0) {
     return Invalid("plan: attribute steps has " + std::to_string(steps.size()) +
-                                   " numbers; it takes 3 for each of 1 to 4 steps");
+                   " numbers; it takes 3 for each of 1 to 4 steps");
   }
   PlanProblem p = {};
   p.dims = {static_cast<int>(idx_dims[1]), static_cast<int>(idx_dims[2]), static_cast<int>(experts),

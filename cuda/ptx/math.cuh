@@ -17,9 +17,9 @@ __device__ __forceinline__ float HighBf16(uint32_t packed) {
   return __uint_as_float(packed & 0xffff0000u);
 }
 
-// x sigmoid(x), as x/2 (1 + tanh(x/2)): two instructions fewer than an exponential and a reciprocal.
-// tanh.approx has a relative error of 2^-11, a quarter of what rounding the result to bf16 adds.
-// Exact where tanh rounds to 1.
+// x sigmoid(x), as x/2 (1 + tanh(x/2)): two instructions fewer than an exponential and a
+// reciprocal. tanh.approx has a relative error of 2^-11, a quarter of what rounding the result to
+// bf16 adds. Exact where tanh rounds to 1.
 __device__ __forceinline__ float Silu(float x) {
   const float half = 0.5f * x;
   float tanh_half;
