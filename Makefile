@@ -58,7 +58,7 @@ lint-python: env
 	$(PY) -m ruff format --check .
 
 lint-types: env
-	$(PY) -m pyright --pythonpath $(PY)
+	$(PY) -m pyright -p . --pythonpath $(PY)
 
 CPP_SOURCES = find cuda -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h'
 

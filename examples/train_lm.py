@@ -1,8 +1,11 @@
 """Trains a small mixture-of-experts language model on text, byte by byte.
 
-    python examples/train_lm.py                   # Python's own standard library, about 2 minutes
-    python examples/train_lm.py --data my_text    # any file or directory
-    python examples/train_lm.py --devices 4       # the same run on 4 simulated CPU devices
+    make train                                    # Python's own standard library, about 2 minutes
+    make train ARGS="--data my_text"              # any file or directory
+    make train ARGS="--devices 4"                 # the same run on 4 simulated CPU devices
+
+`make train` runs this script with the checkout on PYTHONPATH; with the package and its extra
+`examples` installed, `python examples/train_lm.py` does the same.
 
 Prints the held-out loss beside the unigram entropy of the held-out bytes, and writes a loss curve,
 a CSV and a text sample below --out. Ctrl-C stops after the step in progress and reports.
@@ -22,7 +25,7 @@ from lm import data, report, training
 from lm.model import LanguageModel, ModelConfig, generate
 from tqdm import tqdm
 
-from jax_megamoe.config import BACKENDS, PRECISIONS, MegaMoEConfig
+from jax_megamoe.config import BACKENDS, PRECISIONS, RANK_COUNTS, MegaMoEConfig
 
 HEAD_SIZE = 32
 EVALUATION_BATCHES = 4
@@ -70,10 +73,13 @@ def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
     num_devices = jax.device_count()
-    ranks = args.expert_parallel or (2 if num_devices % 2 == 0 else 1)
-    if ranks < 1 or num_devices % ranks:
+    ranks = args.expert_parallel
+    if ranks is None:
+        ranks = 2 if num_devices % 2 == 0 else 1
+    if ranks not in RANK_COUNTS or num_devices % ranks:
         raise UsageError(
-            f"--expert-parallel must divide the {num_devices} devices, but it is {ranks}."
+            f"--expert-parallel must be one of {RANK_COUNTS} and divide the {num_devices} devices,"
+            f" but it is {ranks}."
         )
     auto = (jax.sharding.AxisType.Auto,) * 2
     return jax.make_mesh((num_devices // ranks, ranks), ("data", "expert"), axis_types=auto)
@@ -92,6 +98,10 @@ def check_sizes(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
     for name, value, unit, meaning in multiples:
         if value % unit:
             raise UsageError(f"{name} must be a multiple of {unit}, {meaning}, but it is {value}.")
+    if args.seed < 0:
+        raise UsageError(f"--seed must be at least 0, but it is {args.seed}.")
+    if args.backend == "cuda":
+        raise UsageError("--backend cuda cannot train yet: the kernels have no backward.")
     if args.choices > args.experts:
         raise UsageError(f"--choices {args.choices} must be at most --experts {args.experts}.")
 
@@ -150,6 +160,7 @@ def train(
                 num_batches = FINAL_EVALUATION_BATCHES if is_last else EVALUATION_BATCHES
                 held_out = held_out_loss(model, corpus, args, num_batches)
                 bar.write(f"step {step}: held-out loss {held_out:.3f} nats per byte")
+                sys.stdout.flush()  # also into a file, as it happens
             rows.append(report.Row(step, loss, held_out, tokens_per_s, imbalance))
             bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
             bar.update()
@@ -188,20 +199,25 @@ def run(args: argparse.Namespace) -> int:
         jax.config.update("jax_default_matmul_precision", "highest")
     corpus = data.load_corpus(args.data, args.seq + 1)
     entropy = data.unigram_entropy(corpus.held_out)
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {args.out} cannot be made a directory: {error}.") from error
     print(
         f"text: {corpus.source}, {len(corpus.train):,} bytes to train on,"
         f" {len(corpus.held_out):,} held out\n"
-        f"mesh: {dict(mesh.shape)} on {jax.devices()[0].device_kind}, {config.moe.precision}"
+        f"mesh: {dict(mesh.shape)} on {jax.devices()[0].device_kind}, {config.moe.precision}",
+        flush=True,
     )
     rows: list[report.Row] = []
     with jax.set_mesh(mesh):
         try:
             model = train(args, config, corpus, rows)
         finally:
-            report.write_csv(rows, args.out / "loss.csv")
-            report.write_curve(rows, entropy, args.out / "loss.png")
-            print(f"written: {args.out}/loss.csv, {args.out}/loss.png")
+            if rows:  # a run that never began leaves an earlier one's files alone
+                report.write_csv(rows, args.out / "loss.csv")
+                report.write_curve(rows, entropy, args.out / "loss.png")
+                print(f"written: {args.out}/loss.csv, {args.out}/loss.png")
         sample = sample_text(model, args, mesh.size)
     (args.out / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"--- {args.out}/sample.txt ---\n{sample}\n---")

@@ -46,9 +46,11 @@ def load_corpus(path: str | None, min_bytes: int) -> Corpus:
         if len(split) < min_bytes:
             raise DataError(
                 f"too little text in {source}: the {name} part has {len(split)} bytes, but one"
-                f" batch needs {min_bytes}. Give more text with --data, or lower --seq."
+                f" batch needs {min_bytes}. Give more text with --data, or lower --seq. (Binary and"
+                " hidden files are left out.)"
             )
-    return Corpus(_as_array(train), _as_array(held_out), f"{source} ({len(texts)} files)")
+    count = "1 file" if len(texts) == 1 else f"{len(texts)} files"
+    return Corpus(_as_array(train), _as_array(held_out), f"{source} ({count})")
 
 
 def train_batch(corpus: Corpus, seed: int, step: int, batch: int, seq: int) -> np.ndarray:

@@ -182,7 +182,30 @@ def machine_path_faults(sources: Sources) -> list[str]:
     ]
 
 
-CHECKS = [include_faults, assembly_faults, import_faults, size_faults, machine_path_faults]
+def prose_faults(sources: Sources) -> list[str]:
+    """Links in prose to files that are not there, and placeholders that were never filled in."""
+    faults = []
+    for path, text in sources.items():
+        if not path.endswith(".md"):
+            continue
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
+            if "://" in target:
+                continue
+            file = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+            if file not in sources:
+                faults.append(f"{path} links to {target}, which is not there")
+        faults += [f"{path} holds {word}" for word in re.findall(r"\b[A-Z]+_TABLE\b", text)]
+    return faults
+
+
+CHECKS = [
+    include_faults,
+    assembly_faults,
+    import_faults,
+    size_faults,
+    machine_path_faults,
+    prose_faults,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -227,6 +250,8 @@ _LONG_FUNCTION = "def long():\n" + "    pass\n" * MAX_FUNCTION_LINES
         (size_faults, "tests/cpu/test_ops.py", _LONG_FUNCTION),
         (machine_path_faults, "README.md", "see `" + "/home/" + "me/moe`\n"),
         (machine_path_faults, "Makefile", "PY := " + "/root/" + "bin/python\n"),
+        (prose_faults, "docs/guide.md", "see [the plan](plan.md#rows)\n"),
+        (prose_faults, "docs/guide.md", "figures:\n" + "SPEED" + "_TABLE\n"),
     ],
 )
 def test_each_violation_is_found(
@@ -248,6 +273,7 @@ def test_each_violation_is_found(
         (import_faults, "jax_megamoe/ops.py", "import jax\nfrom jax_megamoe.config import Dims\n"),
         (size_faults, ".ci/locks/cpu.txt", "\n" * (MAX_FILE_LINES + 1)),
         (machine_path_faults, "README.md", "jax_megamoe/root/x and ~/home/me/x\n"),
+        (prose_faults, "docs/guide.md", "[here](guide.md#top), [there](https://jax.dev/x)\n"),
     ],
 )
 def test_what_is_allowed_passes(
