@@ -61,7 +61,8 @@ def _refuse_vmap(*_: Any, **__: Any) -> Any:
 def _refuse_second_derivative(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
         "mega_moe has first derivatives only: grad of grad, hessian and jvp of its gradient are "
-        "not supported. Wrap the first gradient in jax.lax.stop_gradient if it is a constant."
+        "not supported. Where the first gradient is a constant, compute it at "
+        "jax.lax.stop_gradient of its inputs."
     )
 
 

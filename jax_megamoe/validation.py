@@ -24,6 +24,7 @@ from jax_megamoe.config import (
     MegaMoEConfig,
 )
 
+NAMES = ("x", "expert_idx", "expert_weight", "w_gate", "w_up", "w_down")
 FLOAT_DTYPES = ("bfloat16", "float32")
 
 
@@ -38,6 +39,22 @@ def make_config(function: str, options: dict[str, Any]) -> MegaMoEConfig:
         if name not in known:
             refuse(TypeError, f"{name}=", f"given to {function}", _one_of(known))
     return MegaMoEConfig(**options)
+
+
+def check_array(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is an array that JAX takes as it is, of static shape."""
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if not is_array or isinstance(value, np.ma.MaskedArray):
+        refuse(TypeError, name, f"a {type(value).__name__}", "a jax.Array or a numpy.ndarray")
+    if isinstance(value.dtype, np.dtype) and not value.dtype.isnative:
+        refuse(TypeError, name, f"of dtype {value.dtype}", "of the machine's own byte order")
+    if not all(isinstance(size, int) for size in value.shape):
+        refuse(TypeError, name, f"of symbolic shape {value.shape}", "of static shape")
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        refuse(TypeError, name, f"{value!r} ({type(value).__name__})", "True or False, static")
 
 
 def check_config(config: MegaMoEConfig) -> None:
@@ -55,9 +72,7 @@ def check_config(config: MegaMoEConfig) -> None:
         if value not in choices:
             refuse(ValueError, name, repr(value), _one_of(choices))
     for name in ("trainable_experts", "return_counts", "debug_checks"):
-        value = getattr(config, name)
-        if not isinstance(value, bool):
-            refuse(TypeError, name, f"{value!r} ({type(value).__name__})", "True or False, static")
+        check_flag(name, getattr(config, name))
     if config.backend == "cuda" and config.precision == "float32":
         refuse(
             ValueError,
@@ -129,6 +144,7 @@ def check_sharded_call(
     _check_routes(x, expert_idx, expert_weight)
     _check_weights(x, w_gate, w_up, w_down)
     _check_mesh(mesh, expert_axis, data_axes)
+    _check_same_mesh(mesh, x, expert_idx, expert_weight, w_gate, w_up, w_down)
     free = tuple(a for a in data_axes if a not in mesh.manual_axes)
     num_ranks = mesh.shape[expert_axis]
     check_rank_count("expert_axis", num_ranks)
@@ -185,6 +201,24 @@ def _check_mesh(mesh: Any, expert_axis: Any, data_axes: Any) -> None:
         )
 
 
+def _check_same_mesh(mesh: Any, *arrays: Any) -> None:
+    """One program has one mesh: the given one, the one that is set, and that of the arrays."""
+    set_mesh = jax.sharding.get_abstract_mesh()
+    if not set_mesh.empty and mesh.abstract_mesh != set_mesh:
+        refuse(
+            ValueError, "mesh", f"{mesh} where {set_mesh} is set", "left out, or equal to that one"
+        )
+    for name, value in zip(NAMES, arrays, strict=True):
+        sharding = jax.typeof(value).sharding
+        if any(sharding.spec) and sharding.mesh.shape != mesh.shape:
+            refuse(
+                ValueError,
+                name,
+                f"sharded as {sharding.spec} over the mesh {dict(sharding.mesh.shape)}",
+                f"sharded over the mesh {dict(mesh.shape)} of the call; jax.device_put moves it",
+            )
+
+
 def check_rank_count(argument: str, num_ranks: int) -> None:
     if num_ranks not in RANK_COUNTS:
         refuse(
@@ -228,11 +262,7 @@ def _check_arrays(
         "w_down": w_down,
     }
     for name, value in (*floats.items(), ("expert_idx", expert_idx)):
-        is_array = isinstance(value, jax.Array | np.ndarray)
-        if not is_array or isinstance(value, np.ma.MaskedArray):
-            refuse(TypeError, name, f"a {type(value).__name__}", "a jax.Array or a numpy.ndarray")
-        if isinstance(value.dtype, np.dtype) and not value.dtype.isnative:
-            refuse(TypeError, name, f"of dtype {value.dtype}", "of the machine's own byte order")
+        check_array(name, value)
     for name, value in floats.items():
         if str(value.dtype) not in FLOAT_DTYPES:
             refuse(TypeError, name, f"of dtype {value.dtype}", f"of dtype {_one_of(FLOAT_DTYPES)}")
@@ -251,8 +281,7 @@ def _check_arrays(
 
 def _check_whole(*arrays: Any) -> None:
     """The op sees what one device holds; an array split over explicit mesh axes is more."""
-    names = ("x", "expert_idx", "expert_weight", "w_gate", "w_up", "w_down")
-    for name, value in zip(names, arrays, strict=True):
+    for name, value in zip(NAMES, arrays, strict=True):
         spec = jax.typeof(value).sharding.spec
         if any(spec):
             refuse(

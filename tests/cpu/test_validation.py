@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +34,13 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "x a NumPy scalar": ({"x": np.float32(1)}, TypeError, "x", "a float32", ARRAY),
     "w_down a string": ({"w_down": "w_down"}, TypeError, "w_down", "a str", ARRAY),
     "x masked": ({"x": np.ma.ones((T, H), np.float32)}, TypeError, "x", "a MaskedArray", ARRAY),
+    "x of symbolic shape": (
+        sizes(T=jax.export.symbolic_shape("T")[0]),
+        TypeError,
+        "x",
+        r"symbolic shape \(T, 32\)",
+        "of static shape",
+    ),
     # Dtypes.
     "x float16": ({"x": shaped(T, H, dtype=np.float16)}, TypeError, "x", "float16", FLOATS),
     "x float64": ({"x": np.ones((T, H))}, TypeError, "x", "float64", FLOATS),

@@ -150,6 +150,43 @@ def test_sharded_refuses_an_axis_that_is_manual_already() -> None:
         jax.eval_shape(outer, sizes())
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_refuses_a_mesh_beside_the_one_that_is_set(axis_type: AxisType) -> None:
+    other = Mesh(np.array(jax.devices()[:4]), ("other",), axis_types=(axis_type,))
+    arguments = {**sizes(), "expert_axis": "expert", "mesh": layer.expert_mesh(2)}
+    was = r"Mesh\('expert': 2.* where AbstractMesh\('other': 4.* is set"
+    with jax.set_mesh(other), refusal(ValueError, "mesh", was, "left out, or equal to that one"):
+        trace(sharded_mega_moe, arguments)
+
+
+def test_sharded_refuses_a_concrete_mesh_where_some_of_its_axes_are_manual() -> None:
+    """The mesh of the enclosing shard_map differs from it by just that."""
+
+    def inside(arrays: dict[str, Any]) -> Any:
+        return sharded_mega_moe(**arrays, expert_axis="expert", mesh=mesh_of())
+
+    data, whole = PartitionSpec("data"), PartitionSpec()
+    specs = {name: whole if name.startswith("w_") else data for name in NAMES}
+    outer = jax.shard_map(
+        inside, mesh=mesh_of(), in_specs=(specs,), out_specs=data, axis_names={"data"}
+    )
+    with refusal(ValueError, "mesh", "Mesh.* where .*Manual.* is set", "left out"):
+        jax.eval_shape(outer, sizes())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_refuses_arrays_of_another_explicit_mesh(name: str) -> None:
+    devices = np.array(jax.devices())
+    other = Mesh(devices, ("other",), axis_types=(AxisType.Explicit,))
+    mesh = Mesh(devices.reshape(2, 4), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
+    split = jax.device_put(GOOD[name], NamedSharding(other, PartitionSpec("other")))
+    with (
+        jax.set_mesh(mesh),
+        refusal(ValueError, name, r"sharded as P.*'other'.* over the mesh", "jax.device_put"),
+    ):
+        sharded_mega_moe(**{**GOOD, name: split}, expert_axis="expert")
+
+
 # axis_name, inside a shard_map over the axis "expert" of some devices.
 BAD_AXIS: dict[str, tuple[Any, int, type[Exception], str, str]] = {
     "another axis": ("ep", 2, ValueError, "'ep', which is not bound here", "use sharded_mega_moe"),

@@ -51,6 +51,18 @@ def test_refuses_a_second_derivative_in_any_argument(second: str, sharded: bool)
         jax.eval_shape(jax.grad(first), GOOD[second])
 
 
+def test_the_way_that_the_refusal_names_works() -> None:
+    """A gradient that is a constant of another one, as a penalty's weight or a probe has it."""
+
+    def penalised(x: Any) -> Any:
+        constant = jax.grad(_loss("x"))(jax.lax.stop_gradient(x))
+        return jnp.sum(constant * x) + _loss("x")(x)
+
+    with pytest.raises(NotImplementedError, match=r"it at jax\.lax\.stop_gradient of its"):
+        jax.eval_shape(jax.grad(lambda x: jnp.sum(jax.grad(_loss("x"))(x))), GOOD["x"])
+    jax.eval_shape(jax.grad(penalised), GOOD["x"])
+
+
 def test_refuses_hessian() -> None:
     with pytest.raises(NotImplementedError, match="mega_moe"):
         jax.eval_shape(jax.hessian(_loss("x")), GOOD["x"])
