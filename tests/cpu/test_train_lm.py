@@ -122,7 +122,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
         (["--seq", "20000"], "too little text in .*: the training part has"),
         (["--devices", "4", "--batch", "6"], "--batch must be a multiple of 4, .* it is 6"),
         (["--devices", "0"], "--devices must be at least 1, but it is 0"),
-        (["--devices", "4", "--expert-parallel", "3"], "--expert-parallel must divide .* it is 3"),
+        (["--devices", "4", "--expert-parallel", "3"], "--expert-parallel must be .* it is 3"),
+        (["--expert-parallel", "0"], "--expert-parallel must be one of .* it is 0"),
+        (["--seed", "-1"], "--seed must be at least 0, but it is -1"),
+        (["--backend", "cuda"], "--backend cuda cannot train yet"),
         (["--choices", "5"], "--choices 5 must be at most --experts 4"),
         (["--steps", "0"], "--steps must be at least 1, but it is 0"),
     ],
@@ -133,3 +136,12 @@ def test_bad_input_is_refused_with_its_reason(text, tmp_path, arguments, message
     last_line = run.stderr.strip().splitlines()[-1]
     assert re.search(f"^train_lm: .*{message}", last_line)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_out_that_is_a_file_is_refused_and_kept(text, tmp_path):
+    out = tmp_path / "out"
+    out.write_text("mine")
+    run = train("--data", text, "--out", out, *TINY)
+    assert run.returncode == 2
+    assert re.search("train_lm: --out .* cannot be made a directory", run.stderr)
+    assert out.read_text() == "mine"
