@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe.config import Dims, MegaMoEConfig
-from jax_megamoe.plan import Plan, Step, plan_sizes
+from jax_megamoe.plan import Plan, Step, plan_shapes
 
 PLAN = "jax_megamoe_plan"
 FORWARD = "jax_megamoe_forward"
@@ -60,23 +60,14 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
       RuntimeError: without the extension.
       ValueError: for dimensions that a plan cannot hold.
     """
-    sizes = plan_sizes(dims, steps)
+    shapes = plan_shapes(dims, steps)
     module, reason = extension()
     if module is None:
         raise RuntimeError(reason)
     register()
-    experts = dims.experts_per_rank
-    shapes = (
-        (dims.R, experts),
-        (experts + 1,),
-        (dims.R, dims.T, dims.K),
-        (sizes.pool_rows,),
-        (sizes.items, 4),
-        (dims.R * dims.T,),
-        (2,),
-        (module.plan_chunks(dims.T, dims.K, dims.R), experts),
-    )
-    call = jax.ffi.ffi_call(PLAN, [_result(expert_idx, shape, jnp.int32) for shape in shapes])
+    scratch = (module.plan_chunks(dims.T, dims.K, dims.R), dims.experts_per_rank)
+    results = [_result(expert_idx, shape, jnp.int32) for shape in (*shapes, scratch)]
+    call = jax.ffi.ffi_call(PLAN, results)
     fields = [(step.tiles_m or 0, step.tiles_n, step.lag) for step in steps]
     *arrays, _scratch = call(
         expert_idx,
