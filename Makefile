@@ -12,7 +12,7 @@ ON_HOPPER := $(filter-out 0,$(HOPPERS))
 GPUS ?= $(HOPPERS)
 
 ifeq ($(origin PYTHON),command line)
-PY := $(abspath $(or $(shell command -v $(PYTHON)),$(error PYTHON=$(PYTHON) does not run)))
+PY := $(or $(shell realpath -s "$$(command -v '$(PYTHON)')" 2>/dev/null),$(error PYTHON=$(PYTHON) does not run))
 MAKE_ENV := true
 else
 PY := $(CURDIR)/.venv/bin/python
@@ -21,7 +21,7 @@ endif
 
 # The package is used from the checkout; the environment's tools come first on PATH.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
-export PATH := $(abspath $(dir $(PY))):$(PATH):/usr/local/cuda/bin
+export PATH := $(shell dirname '$(PY)'):$(PATH):/usr/local/cuda/bin
 HAVE_NVCC := $(shell PATH='$(PATH)' command -v nvcc || true)
 
 .PHONY: help
@@ -34,31 +34,31 @@ env: ## make or repair .venv
 
 .PHONY: train
 train: extension ## train the example language model; ARGS="--data PATH ..."
-	$(PY) examples/train_lm.py $(ARGS)
+	'$(PY)' examples/train_lm.py $(ARGS)
 
 .PHONY: test
 test: env ## the tests that need no GPU; ARGS="-k name"
-	$(PY) -m pytest $(ARGS)
+	'$(PY)' -m pytest $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: need-hopper extension ## the GPU tests; no skip passes; GPUS=n declares n GPUs
-	JAX_MEGAMOE_GPUS=$(GPUS) $(PY) -m pytest -m gpu $(ARGS)
+	JAX_MEGAMOE_GPUS=$(GPUS) '$(PY)' -m pytest -m gpu $(ARGS)
 
 .PHONY: bench
 bench: need-hopper extension ## every benchmark, on a Hopper GPU
 	@for script in benchmarks/[a-z]*.py; do \
-		echo "== $$script"; $(PY) "$$script" --out "benchmarks/results/$$(basename "$$script" .py).json" $(ARGS); \
+		echo "== $$script"; '$(PY)' "$$script" --out "benchmarks/results/$$(basename "$$script" .py).json" $(ARGS); \
 	done
 
 .PHONY: lint lint-python lint-types lint-cpp
 lint: lint-python lint-types lint-cpp ## ruff, pyright, clang-format
 
 lint-python: env
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
+	'$(PY)' -m ruff check .
+	'$(PY)' -m ruff format --check .
 
 lint-types: env
-	$(PY) -m pyright -p . --pythonpath $(PY)
+	'$(PY)' -m pyright --project . --pythonpath '$(PY)'
 
 CPP_SOURCES = find cuda -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h'
 
@@ -67,17 +67,17 @@ lint-cpp: env
 
 .PHONY: format
 format: env ## let ruff and clang-format rewrite the sources
-	$(PY) -m ruff check --fix .
-	$(PY) -m ruff format .
+	'$(PY)' -m ruff check --fix .
+	'$(PY)' -m ruff format .
 	$(CPP_SOURCES) | xargs -r clang-format -i
 
 .PHONY: compile
 compile: env ## every kernel for sm_90a: registers, shared memory; fails on spills and stack frames
-	$(PY) cuda/compile_lane.py $(ARGS)
+	'$(PY)' cuda/compile_lane.py $(ARGS)
 
 .PHONY: build
 build: env ## the extension, with CMake and nvcc, placed beside the package
-	cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(PY)
+	cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE='$(PY)'
 	cmake --build build
 	@ls jax_megamoe/*.so
 

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
-from jax_megamoe.plan import Plan, Step, forward_steps, plan_chunks, plan_sizes
+from jax_megamoe.plan import (
+    Plan,
+    Step,
+    forward_steps,
+    plan_chunks,
+    plan_shapes,
+    plan_sizes,
+)
 
 PLAN = "jax_megamoe_plan"
 FORWARD = "jax_megamoe_forward"
@@ -64,11 +71,12 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
       RuntimeError: without the extension.
       ValueError: for dimensions that a plan cannot hold.
     """
+    shapes = _plan_shapes(dims, steps)
     module, reason = extension()
     if module is None:
         raise RuntimeError(reason)
     register()
-    results = [_result(expert_idx, s, jnp.int32) for s in _plan_shapes(dims, steps)]
+    results = [_result(expert_idx, s, jnp.int32) for s in shapes]
     *arrays, _scratch = jax.ffi.ffi_call(PLAN, results)(
         expert_idx,
         experts=np.int64(dims.E),
@@ -80,17 +88,7 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
 
 def _plan_shapes(dims: Dims, steps: Sequence[Step]) -> list[tuple[int, ...]]:
     """Of the arrays of a plan and of the scratch behind them, all int32."""
-    sizes, experts = plan_sizes(dims, steps), dims.experts_per_rank
-    return [
-        (dims.R, experts),
-        (experts + 1,),
-        (dims.R, dims.T, dims.K),
-        (sizes.pool_rows,),
-        (sizes.items, 4),
-        (dims.R * dims.T,),
-        (2,),
-        (plan_chunks(dims), experts),
-    ]
+    return [*plan_shapes(dims, steps), (plan_chunks(dims), dims.experts_per_rank)]
 
 
 def _forward_counters(pool_rows: int) -> int:

@@ -9,11 +9,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jax_megamoe.config import MegaMoEConfig
+from jax_megamoe.config import INT32_MAX, MAX_CHOICES, MAX_EXPERTS, MegaMoEConfig
 from jax_megamoe.ops import mega_moe
 from jax_megamoe.router import check_mask, route
 from jax_megamoe.sharding import sharded_mega_moe
-from jax_megamoe.validation import check_config, refuse
+from jax_megamoe.validation import (
+    check_array,
+    check_axis_names,
+    check_config,
+    check_flag,
+    check_float_dtype,
+    check_mesh,
+    check_size,
+    check_split,
+    refuse,
+)
 
 
 class MegaMoEAux(NamedTuple):
@@ -79,11 +89,14 @@ class MegaMoE(nnx.Module):
           rngs: its `params` stream is used.
 
         Raises:
-          ValueError: a size below 1, K > E, data axes without an expert axis, or
-            `config.return_counts`.
+          TypeError: an argument of another type or dtype than it may be.
+          ValueError: a size that the op does not take, K > E, data axes without an expert axis,
+            `config.return_counts`, or axes that do not fit the mesh, where one is set.
         """
         sizes = (hidden_size, intermediate_size, num_experts, num_experts_per_token)
-        _check_arguments(*sizes, config=config, expert_axis=expert_axis, data_axes=data_axes)
+        _check_sizes(*sizes)
+        _check_options(config, renormalize, dtype, param_dtype, kernel_init, rngs)
+        _check_axes(num_experts, expert_axis, data_axes)
         if num_experts_per_token == 1 and renormalize:
             warnings.warn(
                 "num_experts_per_token = 1 with renormalize = True makes every expert weight 1:"
@@ -125,9 +138,12 @@ class MegaMoE(nnx.Module):
 
         Raises:
           TypeError, ValueError: while tracing, for what `route` and the op refuse, and for an x
-            whose last dimension is not H.
+            that is not floating or whose last dimension is not H.
         """
-        if x.shape[-1] != self.hidden_size:
+        check_array("x", x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            refuse(TypeError, "x", f"of dtype {x.dtype}", "of a floating dtype")
+        if x.ndim < 1 or x.shape[-1] != self.hidden_size:
             refuse(ValueError, "x", f"of shape {x.shape}", f"[..., H] with H = {self.hidden_size}")
         if self.dtype is not None:
             x = x.astype(self.dtype)
@@ -165,37 +181,24 @@ def _param(value: jax.Array, spec: tuple[str | None, ...]) -> nnx.Param[jax.Arra
     return nnx.Param(value, out_sharding=spec, eager_sharding=mesh_is_set)
 
 
-def _check_arguments(
-    hidden_size: int,
-    intermediate_size: int,
-    num_experts: int,
-    num_experts_per_token: int,
-    *,
-    config: MegaMoEConfig,
-    expert_axis: str | None,
-    data_axes: tuple[str, ...],
+def _check_sizes(
+    hidden_size: int, intermediate_size: int, num_experts: int, num_experts_per_token: int
 ) -> None:
-    for name, size in (
-        ("hidden_size", hidden_size),
-        ("intermediate_size", intermediate_size),
-        ("num_experts", num_experts),
-    ):
-        if size < 1:
-            refuse(ValueError, name, str(size), "at least 1")
-    if not 1 <= num_experts_per_token <= num_experts:
-        refuse(
-            ValueError,
-            "num_experts_per_token",
-            str(num_experts_per_token),
-            f"in 1..{num_experts}, the number of experts",
-        )
-    if data_axes and expert_axis is None:
-        refuse(
-            ValueError,
-            "data_axes",
-            f"{data_axes} without an expert_axis",
-            "given beside an expert_axis, which may be a mesh axis of size 1",
-        )
+    check_size("hidden_size", hidden_size, INT32_MAX)
+    check_size("intermediate_size", intermediate_size, INT32_MAX)
+    check_size("num_experts", num_experts, MAX_EXPERTS)
+    most = min(num_experts, MAX_CHOICES)
+    check_size("num_experts_per_token", num_experts_per_token, most)
+
+
+def _check_options(
+    config: MegaMoEConfig,
+    renormalize: bool,
+    dtype: DTypeLike | None,
+    param_dtype: DTypeLike,
+    kernel_init: nnx.Initializer,
+    rngs: nnx.Rngs,
+) -> None:
     check_config(config)
     if config.return_counts:
         refuse(
@@ -204,3 +207,28 @@ def _check_arguments(
             "True",
             "False; the second result of the layer always holds the load of each expert",
         )
+    check_flag("renormalize", renormalize)
+    if dtype is not None:
+        check_float_dtype("dtype", dtype)
+    check_float_dtype("param_dtype", param_dtype)
+    if not callable(kernel_init):
+        refuse(TypeError, "kernel_init", f"a {type(kernel_init).__name__}", "an nnx.Initializer")
+    if not isinstance(rngs, nnx.Rngs):
+        refuse(TypeError, "rngs", f"a {type(rngs).__name__}", "a flax.nnx.Rngs")
+
+
+def _check_axes(num_experts: int, expert_axis: str | None, data_axes: tuple[str, ...]) -> None:
+    if expert_axis is None:
+        if data_axes:
+            refuse(
+                ValueError,
+                "data_axes",
+                f"{data_axes} without an expert_axis",
+                "given beside an expert_axis, which may be a mesh axis of size 1",
+            )
+        return
+    check_axis_names(expert_axis, data_axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        check_mesh(mesh, expert_axis, data_axes)
+        check_split("num_experts", num_experts, mesh, expert_axis)

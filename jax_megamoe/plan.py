@@ -188,6 +188,20 @@ def plan_chunks(dims: Dims) -> int:
     return dims.R * ceil_div(per_source, min(max(slots, 1024), 32 * 1024))
 
 
+def plan_shapes(dims: Dims, steps: Sequence[Step]) -> Plan:
+    """The shapes of a plan's arrays, which are all int32; raises as `plan_sizes`."""
+    sizes = plan_sizes(dims, steps)
+    return Plan(
+        counts=(dims.R, dims.experts_per_rank),
+        expert_start=(dims.experts_per_rank + 1,),
+        slot_row=(dims.R, dims.T, dims.K),
+        row_slot=(sizes.pool_rows,),
+        items=(sizes.items, 4),
+        token_order=(dims.R * dims.T,),
+        totals=(2,),
+    )
+
+
 def _check_limits(dims: Dims, steps: Sequence[Step]) -> None:
     for name, value, low, high in (
         ("T", dims.T, 0, INT32_MAX),
@@ -203,6 +217,10 @@ def _check_limits(dims: Dims, steps: Sequence[Step]) -> None:
         raise ValueError(f"plan: E = {dims.E} is not a multiple of R = {dims.R}")
     lag_of = {"": 0}
     for step in steps:
+        if step.name in lag_of:
+            raise ValueError(f"plan: {step} must have a name of its own, not ''")
+        if step.tiles_n < 1 or (step.tiles_m is not None and step.tiles_m < 1):
+            raise ValueError(f"plan: {step} must have at least 1 tile each way")
         if step.waits_on not in lag_of or step.lag < lag_of[step.waits_on]:
             raise ValueError(f"plan: {step} must wait on an earlier step of no greater lag")
         lag_of[step.name] = step.lag

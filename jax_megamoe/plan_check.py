@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_megamoe.config import TILE_ROWS, Dims
-from jax_megamoe.plan import Plan, Step
+from jax_megamoe.plan import Plan, Step, plan_shapes
 
 
 class PlanError(AssertionError):
@@ -26,6 +26,7 @@ def check_plan(
     """
     local = expert_idx.astype(np.int64).reshape(-1) - rank * dims.experts_per_rank
     local = np.where((local >= 0) & (local < dims.experts_per_rank), local, -1)
+    _check_arrays(plan, dims, steps)
     _check_rows(plan, local, dims)
     _check_tokens(plan, local, dims)
     _check_items(plan, dims, steps)
@@ -35,6 +36,14 @@ def check_plan(
 def _require(condition: object, rule: str) -> None:
     if not condition:
         raise PlanError(rule)
+
+
+def _check_arrays(plan: Plan, dims: Dims, steps: Sequence[Step]) -> None:
+    for name, array, shape in zip(Plan._fields, plan, plan_shapes(dims, steps), strict=True):
+        _require(
+            array.shape == shape and array.dtype == np.int32,
+            f"{name} is int32 {shape}, not {array.dtype} {array.shape}",
+        )
 
 
 def _check_rows(plan: Plan, local: np.ndarray, dims: Dims) -> None:
@@ -75,8 +84,9 @@ def _check_rows(plan: Plan, local: np.ndarray, dims: Dims) -> None:
 
 def _check_tokens(plan: Plan, local: np.ndarray, dims: Dims) -> None:
     num_tokens = plan.totals[1]
-    order = plan.token_order[:num_tokens]
     expected = np.flatnonzero((local.reshape(-1, dims.K) >= 0).any(axis=1))
+    _require(num_tokens == expected.size, "num_tokens counts the tokens with a local route")
+    order = plan.token_order[:num_tokens]
     _require(np.array_equal(np.sort(order), expected), "every token with a local route comes once")
     _require(np.all(plan.token_order[num_tokens:] == -1), "token_order ends with -1")
     last_row = plan.slot_row.reshape(-1, dims.K).max(axis=1)[order]

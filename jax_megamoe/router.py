@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_megamoe.config import MAX_CHOICES, MAX_EXPERTS
-from jax_megamoe.validation import refuse
+from jax_megamoe.validation import check_array, check_flag, check_size, refuse
 
 # Names for jax.checkpoint_policies.save_only_these_names: saving both keeps a rematerialised layer
 # on the routes of its forward.
@@ -62,11 +61,12 @@ def route(
         nothing, and no statistic counts it; with no token left both losses are 0.
 
     Raises:
-      TypeError: `logits` is not floating, `num_choices` is not an int, `mask` is not bool.
+      TypeError: `logits` or `mask` is no array, `logits` is not floating, `num_choices` is not an
+        int, `renormalize` is not True or False, `mask` is not bool.
       ValueError: `logits` has no expert axis or one that is too long, `num_choices` is not in
         [1, E] or too large, or the shape of `mask` is not that of `logits` without its last axis.
     """
-    _check_arguments(logits, num_choices, mask)
+    _check_arguments(logits, num_choices, renormalize, mask)
     logits = logits.astype(jnp.float32)
     if mask is not None:
         logits = jnp.where(mask[..., None], logits, 0.0)
@@ -166,7 +166,10 @@ def _mean_over_tokens(values: jax.Array, mask: jax.Array | None) -> jax.Array:
     return values.sum(axis=tuple(range(values.ndim - 1))) / _num_tokens(values, mask)
 
 
-def _check_arguments(logits: jax.Array, num_choices: int, mask: jax.Array | None) -> None:
+def _check_arguments(
+    logits: jax.Array, num_choices: int, renormalize: bool, mask: jax.Array | None
+) -> None:
+    check_array("logits", logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         refuse(TypeError, "logits", f"of dtype {logits.dtype}", "of a floating dtype")
     if logits.ndim < 1:
@@ -174,22 +177,15 @@ def _check_arguments(logits: jax.Array, num_choices: int, mask: jax.Array | None
     num_experts = logits.shape[-1]
     if not 1 <= num_experts <= MAX_EXPERTS:
         refuse(ValueError, "logits", f"of E = {num_experts}", f"of E in 1..{MAX_EXPERTS}")
-    most = min(num_experts, MAX_CHOICES)
-    if isinstance(num_choices, bool) or not isinstance(num_choices, int | np.integer):
-        refuse(TypeError, "num_choices", repr(num_choices), f"an int in 1..{most}")
-    if not 1 <= num_choices <= most:
-        refuse(
-            ValueError,
-            "num_choices",
-            str(num_choices),
-            f"in 1..{most} for the E = {num_experts} experts of logits",
-        )
+    check_size("num_choices", num_choices, min(num_experts, MAX_CHOICES))
+    check_flag("renormalize", renormalize)
     if mask is not None:
         check_mask(mask, logits.shape[:-1])
 
 
 def check_mask(mask: jax.Array, token_shape: tuple[int, ...]) -> None:
     """Raises TypeError or ValueError unless `mask` is bool of the shape of the tokens."""
+    check_array("mask", mask)
     if mask.dtype != jnp.bool_:
         refuse(TypeError, "mask", f"of dtype {mask.dtype}", "of dtype bool, True for real tokens")
     if mask.shape != token_shape:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Never
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe.config import (
@@ -55,6 +56,23 @@ def check_array(name: str, value: Any) -> None:
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         refuse(TypeError, name, f"{value!r} ({type(value).__name__})", "True or False, static")
+
+
+def check_size(name: str, value: Any, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        refuse(TypeError, name, f"{value!r} ({type(value).__name__})", f"an int in 1..{most}")
+    if not 1 <= value <= most:
+        refuse(ValueError, name, str(value), f"in 1..{most}")
+
+
+def check_float_dtype(name: str, value: Any) -> None:
+    """value: what JAX takes for a dtype."""
+    try:
+        dtype = str(jnp.dtype(value))
+    except TypeError:
+        dtype = repr(value)
+    if dtype not in FLOAT_DTYPES:
+        refuse(TypeError, name, dtype, _one_of(FLOAT_DTYPES))
 
 
 def check_config(config: MegaMoEConfig) -> None:
@@ -143,11 +161,10 @@ def check_sharded_call(
     _check_arrays(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     _check_routes(x, expert_idx, expert_weight)
     _check_weights(x, w_gate, w_up, w_down)
-    _check_mesh(mesh, expert_axis, data_axes)
+    check_mesh(mesh, expert_axis, data_axes)
     _check_same_mesh(mesh, x, expert_idx, expert_weight, w_gate, w_up, w_down)
     free = tuple(a for a in data_axes if a not in mesh.manual_axes)
-    num_ranks = mesh.shape[expert_axis]
-    check_rank_count("expert_axis", num_ranks)
+    check_split("w_gate", w_gate.shape[0], mesh, expert_axis)
     num_parts = math.prod(mesh.shape[a] for a in (*free, expert_axis))
     if x.shape[0] % num_parts:
         refuse(
@@ -156,33 +173,16 @@ def check_sharded_call(
             f"of leading dimension {x.shape[0]}",
             f"of a multiple of {num_parts}: it is split over the axes {(*free, expert_axis)}",
         )
-    if w_gate.shape[0] % num_ranks:
-        refuse(
-            ValueError,
-            "w_gate",
-            f"of E = {w_gate.shape[0]} experts",
-            f"of a multiple of {num_ranks}, the size of the expert axis {expert_axis!r}",
-        )
     return free
 
 
-def _check_mesh(mesh: Any, expert_axis: Any, data_axes: Any) -> None:
-    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
-        refuse(TypeError, "mesh", type(mesh).__name__, "a jax.sharding.Mesh, AbstractMesh or None")
-    if mesh.empty:
-        refuse(
-            ValueError,
-            "mesh",
-            "not given and none is set",
-            "given as mesh=..., or set with jax.set_mesh(mesh)",
-        )
+def check_axis_names(expert_axis: Any, data_axes: Any) -> None:
+    """Raises TypeError or ValueError for names of mesh axes that fit no mesh."""
     if not isinstance(expert_axis, str):
         refuse(TypeError, "expert_axis", repr(expert_axis), "the name of one mesh axis, a str")
-    if isinstance(data_axes, str) or not isinstance(data_axes, Sequence):
+    is_names = isinstance(data_axes, Sequence) and not isinstance(data_axes, str)
+    if not is_names or not all(isinstance(axis, str) for axis in data_axes):
         refuse(TypeError, "data_axes", repr(data_axes), "a tuple of names of mesh axes")
-    for name, axis in (("expert_axis", expert_axis), *(("data_axes", a) for a in data_axes)):
-        if axis not in mesh.axis_names:
-            refuse(ValueError, name, repr(axis), f"one of the mesh axes {mesh.axis_names}")
     if len(set(data_axes)) != len(data_axes):
         refuse(ValueError, "data_axes", repr(tuple(data_axes)), "each axis once")
     if expert_axis in data_axes:
@@ -192,12 +192,42 @@ def _check_mesh(mesh: Any, expert_axis: Any, data_axes: Any) -> None:
             repr(tuple(data_axes)),
             f"the axes beside the expert axis {expert_axis!r}, which always splits the tokens too",
         )
+
+
+def check_mesh(mesh: Any, expert_axis: Any, data_axes: Any) -> None:
+    """Raises TypeError or ValueError for a mesh that is none or lacks what the axes name."""
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        refuse(TypeError, "mesh", type(mesh).__name__, "a jax.sharding.Mesh, AbstractMesh or None")
+    if mesh.empty:
+        refuse(
+            ValueError,
+            "mesh",
+            "not given and none is set",
+            "given as mesh=..., or set with jax.set_mesh(mesh)",
+        )
+    check_axis_names(expert_axis, data_axes)
+    for name, axis in (("expert_axis", expert_axis), *(("data_axes", a) for a in data_axes)):
+        if axis not in mesh.axis_names:
+            refuse(ValueError, name, repr(axis), f"one of the mesh axes {mesh.axis_names}")
     if expert_axis in mesh.manual_axes:
         refuse(
             ValueError,
             "expert_axis",
             f"{expert_axis!r}, manual already in the outer shard_map",
             f"an axis that is not manual; inside shard_map use mega_moe(axis_name={expert_axis!r})",
+        )
+
+
+def check_split(argument: str, num_experts: int, mesh: Any, expert_axis: str) -> None:
+    """Raises ValueError unless the mesh can split `num_experts`, which `argument` sets."""
+    num_ranks = mesh.shape[expert_axis]
+    _check_rank_count("expert_axis", num_ranks)
+    if num_experts % num_ranks:
+        refuse(
+            ValueError,
+            argument,
+            f"of E = {num_experts} experts",
+            f"of a multiple of {num_ranks}, the size of the expert axis {expert_axis!r}",
         )
 
 
@@ -219,7 +249,7 @@ def _check_same_mesh(mesh: Any, *arrays: Any) -> None:
             )
 
 
-def check_rank_count(argument: str, num_ranks: int) -> None:
+def _check_rank_count(argument: str, num_ranks: int) -> None:
     if num_ranks not in RANK_COUNTS:
         refuse(
             ValueError,
@@ -247,7 +277,7 @@ def _axis_size(axis_name: str | None) -> int:
             f"{axis_name!r}, which is not bound here",
             "an axis of the enclosing jax.shard_map; outside of one use sharded_mega_moe, or None",
         )
-    check_rank_count("axis_name", num_ranks)
+    _check_rank_count("axis_name", num_ranks)
     return num_ranks
 
 

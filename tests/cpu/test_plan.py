@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,7 +229,23 @@ CORRUPTIONS = {
     ),
     "a token left out": (
         lambda p: p._replace(totals=p.totals - np.array([0, 1], np.int32)),
+        "num_tokens",
+    ),
+    "tokens counted from the end": (
+        lambda p: p._replace(totals=p.totals - np.array([0, p.token_order.size], np.int32)),
+        "num_tokens",
+    ),
+    "a token twice": (
+        lambda p: p._replace(token_order=changed(p.token_order, 1, p.token_order[0])),
         "comes once",
+    ),
+    "a pool that is too short": (
+        lambda p: p._replace(row_slot=p.row_slot[:-1]),
+        "row_slot is int32",
+    ),
+    "wide rows": (
+        lambda p: p._replace(slot_row=p.slot_row.astype(np.int64)),
+        "slot_row is int32",
     ),
 }
 
@@ -336,6 +353,22 @@ def test_sizes_refuse_by_name(name: str) -> None:
 def test_largest_supported_sizes_fit() -> None:
     dims = Dims(T=140_000, K=32, E=512, R=8, H=8192, I=3072)
     assert plan_sizes(dims, backward_steps(dims)).pool_rows < 2**31
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"name": "gate_up"}, "a name of its own"),
+        ({"name": "", "waits_on": ""}, "a name of its own"),
+        ({"tiles_n": 0}, "at least 1 tile"),
+        ({"tiles_n": -1}, "at least 1 tile"),
+        ({"tiles_m": 0}, "at least 1 tile"),
+    ],
+)
+def test_steps_must_have_names_and_tiles(change: dict[str, Any], rule: str) -> None:
+    up, down = forward_steps(REFERENCE.dims)
+    with pytest.raises(ValueError, match=rule):
+        plan_sizes(REFERENCE.dims, (up, dataclasses.replace(down, **change)))
 
 
 def test_steps_must_wait_on_an_earlier_step() -> None:

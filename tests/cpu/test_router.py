@@ -1,11 +1,15 @@
 """The router against a dense float64 router in NumPy, its ties, its padding and its refusals."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_megamoe.router import EXPERT_IDX_NAME, EXPERT_WEIGHT_NAME, route
+from tests.refusals import refusal
 
 POLICIES = jax.checkpoint_policies
 NAMES = [EXPERT_IDX_NAME, EXPERT_WEIGHT_NAME]
@@ -233,3 +237,46 @@ def test_refusals(name):
     mask = None if mask is None else jnp.asarray(mask)
     with pytest.raises(error, match=message):
         route(jnp.asarray(logits), num_choices, mask=mask)
+
+
+# Changed arguments of a good call -> what is refused: argument, what it was, what it may be.
+ARRAY = r"a jax\.Array or a numpy\.ndarray"
+NO_ARRAYS_OR_FLAGS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "logits a list": ({"logits": [[1.0, 2.0]]}, "logits", "a list", ARRAY),
+    "logits None": ({"logits": None}, "logits", "a NoneType", ARRAY),
+    "logits masked": ({"logits": np.ma.ones((3, 4))}, "logits", "a MaskedArray", ARRAY),
+    "logits other byte order": (
+        {"logits": np.ones((3, 4), np.dtype(np.float32).newbyteorder())},
+        "logits",
+        "of dtype .f4",
+        "byte order",
+    ),
+    "mask a list": ({"mask": [True, True, False]}, "mask", "a list", ARRAY),
+    "mask True": ({"mask": True}, "mask", "a bool", ARRAY),
+    "renormalize a string": (
+        {"renormalize": "no"},
+        "renormalize",
+        r"'no' \(str\)",
+        "True or False",
+    ),
+    "renormalize None": ({"renormalize": None}, "renormalize", "None", "True or False"),
+    "num_choices a string": (
+        {"num_choices": "2"},
+        "num_choices",
+        r"'2' \(str\)",
+        r"an int in 1\.\.4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_ARRAYS_OR_FLAGS)
+def test_refuses_what_is_no_array_or_no_flag(name):
+    change, argument, was, may_be = NO_ARRAYS_OR_FLAGS[name]
+    call = functools.partial(route, **{"logits": ONES, "num_choices": 2, **change})
+    with refusal(TypeError, argument, was, may_be):
+        call()
+
+
+def test_refuses_a_traced_flag():
+    with refusal(TypeError, "renormalize", "Tracer", "True or False, static"):
+        jax.eval_shape(lambda flag: route(jnp.asarray(ONES), 2, renormalize=flag), np.True_)

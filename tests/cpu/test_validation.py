@@ -24,6 +24,8 @@ GOOD: dict[str, Any] = dict(zip(NAMES, cases.normal(IDS, num_experts=E), strict=
 ARRAY = r"a jax\.Array or a numpy\.ndarray"
 FLOATS = "one of 'bfloat16', 'float32'"
 
+SYMBOLIC: Any = jax.export.symbolic_shape("T")[0]
+
 
 # Bad arguments of both entries: (changed arguments, exception, argument named, was, may be).
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
@@ -35,7 +37,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "w_down a string": ({"w_down": "w_down"}, TypeError, "w_down", "a str", ARRAY),
     "x masked": ({"x": np.ma.ones((T, H), np.float32)}, TypeError, "x", "a MaskedArray", ARRAY),
     "x of symbolic shape": (
-        sizes(T=jax.export.symbolic_shape("T")[0]),
+        sizes(T=SYMBOLIC),
         TypeError,
         "x",
         r"symbolic shape \(T, 32\)",

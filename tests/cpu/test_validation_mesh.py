@@ -80,10 +80,17 @@ BAD_MESH: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     ),
     "data_axes a number": (
         {"data_axes": (0,)},
-        ValueError,
+        TypeError,
         "data_axes",
-        "0",
-        "one of the mesh axes",
+        r"\(0,\)",
+        "a tuple of names of mesh axes",
+    ),
+    "data_axes nested": (
+        {"data_axes": (["data"],)},
+        TypeError,
+        "data_axes",
+        r"\['data'\]",
+        "a tuple of names of mesh axes",
     ),
     "data_axes repeated": (
         {"data_axes": ("data", "data")},
