@@ -3,7 +3,6 @@
 
 #include "ffi/handlers.h"
 #include "host/fault.h"
-#include "shared/plan.h"
 
 namespace nb = nanobind;
 
@@ -23,10 +22,6 @@ NB_MODULE(_cuda, m) {
         return targets;
       },
       "{target: {stage: capsule}}, as jax.ffi.register_ffi_target takes them.");
-  m.def(
-      "plan_chunks",
-      [](int T, int K, int R) { return R * megamoe::ChunksOf({T, K, R, R}).per_source; },
-      nb::arg("T"), nb::arg("K"), nb::arg("R"), "Rows of the scratch result of jax_megamoe_plan.");
   m.def("abort_waits", &megamoe::AbortWaits, nb::arg("device"),
         "Makes every wait of the calls enqueued so far on a device give up.");
 }
