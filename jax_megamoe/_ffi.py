@@ -71,12 +71,11 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
       RuntimeError: without the extension.
       ValueError: for dimensions that a plan cannot hold.
     """
-    shapes = _plan_shapes(dims, steps)
+    results = _plan_results(expert_idx, dims, steps)
     module, reason = extension()
     if module is None:
         raise RuntimeError(reason)
     register()
-    results = [_result(expert_idx, s, jnp.int32) for s in shapes]
     *arrays, _scratch = jax.ffi.ffi_call(PLAN, results)(
         expert_idx,
         experts=np.int64(dims.E),
@@ -86,9 +85,10 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
     return Plan(*arrays)
 
 
-def _plan_shapes(dims: Dims, steps: Sequence[Step]) -> list[tuple[int, ...]]:
-    """Of the arrays of a plan and of the scratch behind them, all int32."""
-    return [*plan_shapes(dims, steps), (plan_chunks(dims), dims.experts_per_rank)]
+def _plan_results(like: jax.Array, dims: Dims, steps: Sequence[Step]):
+    """The types of a plan's arrays and of the scratch behind them."""
+    shapes = [*plan_shapes(dims, steps), (plan_chunks(dims), dims.experts_per_rank)]
+    return [_result(like, shape, jnp.int32) for shape in shapes]
 
 
 def _forward_counters(pool_rows: int) -> int:
@@ -129,7 +129,7 @@ def forward_call(
     rows = plan_sizes(dims, steps).pool_rows
     results = [
         _result(x, (dims.T, dims.H), jnp.bfloat16),
-        *(_result(x, shape, jnp.int32) for shape in _plan_shapes(dims, steps)),
+        *_plan_results(x, dims, steps),
         _result(x, (rows, dims.H), jnp.bfloat16),
         _result(x, (rows, dims.I), jnp.bfloat16),
         _result(x, (_forward_counters(rows),), jnp.int32),

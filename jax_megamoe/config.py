@@ -14,7 +14,7 @@ ACTIVATIONS = ("swiglu",)
 BACKENDS = ("auto", "cuda", "reference")
 RANK_COUNTS = (1, 2, 4, 8)
 BLOCK_COUNTS = (8, 4, 2, 1)
-# Pool rows of an expert start at a multiple of this and are padded with zeros to the next one.
+# Pool rows of an expert start at a multiple of this and are padded to the next one.
 TILE_ROWS = 128
 MAX_CHOICES = 32
 MAX_EXPERTS = 512
@@ -33,7 +33,8 @@ class MegaMoEConfig:
       precision: "bf16" rounds operands and intermediates where the bf16 kernels do and accumulates
         in float32; "float32" rounds nowhere and exists in the reference backend only.
       activation: "swiglu", silu(x Wg) * (x Wu).
-      backend: "cuda" (the kernels), "reference" (pure JAX, any platform) or "auto".
+      backend: "cuda" (the kernels), "reference" (pure JAX, any platform) or "auto",
+        which is the reference until the kernels have a backward.
       trainable_experts: False does no weight-gradient work; the three weights get zero gradients.
       return_counts: True also returns the number of rows of each local expert, int32 [E/R].
       debug_checks: True raises at run time for an expert id that is neither -1 nor in [0, E).

@@ -94,7 +94,7 @@ XLA_FFI_DEFINE_HANDLER(ExecuteHandler, Execute,
 
 }  // namespace
 
-XLA_FFI_Error* kPrepareForward(XLA_FFI_CallFrame* frame) { return PrepareHandler(frame); }
-XLA_FFI_Error* kExecuteForward(XLA_FFI_CallFrame* frame) { return ExecuteHandler(frame); }
+XLA_FFI_Error* PrepareForward(XLA_FFI_CallFrame* frame) { return PrepareHandler(frame); }
+XLA_FFI_Error* ExecuteForward(XLA_FFI_CallFrame* frame) { return ExecuteHandler(frame); }
 
 }  // namespace megamoe

@@ -5,7 +5,7 @@
 
 namespace megamoe {
 
-XLA_FFI_Error* kPrepareForward(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* kExecuteForward(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* PrepareForward(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* ExecuteForward(XLA_FFI_CallFrame* frame);
 
 }  // namespace megamoe

@@ -51,9 +51,9 @@ std::vector<Registration> LayerRegistrations() {
   return {
       {"jax_megamoe_plan", "initialize", kInitialize},
       {"jax_megamoe_plan", "execute", kExecutePlan},
-      {"jax_megamoe_forward", "prepare", kPrepareForward},
+      {"jax_megamoe_forward", "prepare", PrepareForward},
       {"jax_megamoe_forward", "initialize", kInitialize},
-      {"jax_megamoe_forward", "execute", kExecuteForward},
+      {"jax_megamoe_forward", "execute", ExecuteForward},
       {"jax_megamoe_backward", "prepare", kRefusePrepare},
       {"jax_megamoe_backward", "initialize", kInitialize},
       {"jax_megamoe_backward", "execute", kRefuseExecute},

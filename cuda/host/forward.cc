@@ -25,20 +25,14 @@ CudaStatus MakeMaps(const ForwardCall& c, ForwardMaps* maps) {
   const Matrix gate = {const_cast<void*>(c.w_gate), experts * c.H, c.I};
   const Matrix up = {const_cast<void*>(c.w_up), experts * c.H, c.I};
   const Matrix down = {const_cast<void*>(c.w_down), experts * c.I, c.H};
-  const struct {
-    CUtensorMap* map;
-    CudaStatus status;
-  } made[] = {
-      {&maps->x_rows, RowsMap(pool, kTileRows, &maps->x_rows)},
-      {&maps->o_out, RowsMap(pool, kTileRows / 2, &maps->o_out)},
-      {&maps->h_rows, RowsMap(h, kTileRows, &maps->h_rows)},
-      {&maps->h_out, RowsMap(h, kTileRows / 2, &maps->h_out)},
-      {&maps->w_gate, ChunksMap(gate, 2, &maps->w_gate)},
-      {&maps->w_up, ChunksMap(up, 2, &maps->w_up)},
-      {&maps->w_down, ChunksMap(down, 4, &maps->w_down)},
+  const CudaStatus made[] = {
+      RowsMap(pool, kTileRows, &maps->x_rows), RowsMap(pool, kTileRows / 2, &maps->o_out),
+      RowsMap(h, kTileRows, &maps->h_rows),    RowsMap(h, kTileRows / 2, &maps->h_out),
+      ChunksMap(gate, 2, &maps->w_gate),       ChunksMap(up, 2, &maps->w_up),
+      ChunksMap(down, 4, &maps->w_down),
   };
-  for (const auto& m : made) {
-    if (!m.status.ok()) return m.status;
+  for (const CudaStatus& status : made) {
+    if (!status.ok()) return status;
   }
   return {};
 }

@@ -63,8 +63,8 @@ __global__ __launch_bounds__(kBlockThreads,
   if (threadIdx.x == 0) InitBarriers(shared);
   __syncthreads();
   // Uniform over the warp, and the compiler knows it.
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpThreads, 0);
+  const int group = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads, 0);
   // setmaxnreg takes effect only if all that follows it is one branch.
   if (group == 0) {
     ptx::GiveRegisters<kServiceRegisters>();

@@ -11,8 +11,6 @@
 //   batch_full     combine (1, with the bytes)            the rows of a batch are there
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
 
 #include "ptx/sync.cuh"
@@ -22,6 +20,8 @@
 namespace megamoe {
 
 constexpr int kWarpThreads = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kVector = 8;          // bf16 in 16 bytes
 constexpr int kGroupThreads = 128;  // a warpgroup
 constexpr int kNumConsumers = 2;    // warpgroups that multiply
 constexpr int kConsumerWarps = kNumConsumers * 4;

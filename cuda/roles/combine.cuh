@@ -51,9 +51,7 @@ class CombineRole {
   }
 
  private:
-  static constexpr unsigned kAllLanes = 0xffffffffu;
   static constexpr int kNoBlock = 8;
-  static constexpr int kVector = 8;  // bf16 in 16 bytes
 
   struct Sum {
     float v[kVector];
@@ -267,14 +265,14 @@ class CombineRole {
 // Writes 0 to y of the tokens that have no route, a warp's share of them. Nobody waits for them.
 __device__ inline void ZeroUnrouted(const ForwardParams& p, int warp, int num_warps) {
   const int lane = threadIdx.x % kWarpThreads;
-  const int row_vectors = p.H / 8;
+  const int row_vectors = p.H / kVector;
   for (int base = warp * kWarpThreads; base < p.dims.T; base += num_warps * kWarpThreads) {
     const int token = base + lane;
     bool unrouted = token < p.dims.T;
     for (int k = 0; unrouted && k < p.dims.K; ++k) {
       unrouted = p.plan.slot_row[token * p.dims.K + k] < 0;
     }
-    for (unsigned todo = __ballot_sync(0xffffffffu, unrouted); todo != 0; todo &= todo - 1) {
+    for (unsigned todo = __ballot_sync(kAllLanes, unrouted); todo != 0; todo &= todo - 1) {
       uint4* y = p.y + int64_t{base + __ffs(todo) - 1} * row_vectors;
       for (int c = lane; c < row_vectors; c += kWarpThreads) y[c] = uint4{0, 0, 0, 0};
     }

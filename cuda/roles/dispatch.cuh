@@ -35,7 +35,6 @@ class DispatchRole {
   static constexpr int kRows = 8;  // of a claim, in one tile
   static_assert(kTileRows % kRows == 0);
   static constexpr int kNone = -1;
-  static constexpr int kVector = 8;  // bf16 in 16 bytes
   // Pieces on their way in; the others are on their way out.
   static constexpr uint32_t kLoading = kNumPieces / 2;
   static constexpr uint32_t kStoring = kNumPieces - kLoading;

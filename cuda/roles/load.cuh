@@ -54,7 +54,7 @@ class LoadRole {
     fetched_ = true;
     next_ = {kNoMoreItems, 0, 0, 0, 0};
     for (;;) {
-      const uint32_t i = __shfl_sync(0xffffffffu, claim_, 0);
+      const uint32_t i = __shfl_sync(kAllLanes, claim_, 0);
       if (i >= num_items_) return;
       const Item item = p_.plan.items[i];
       uint32_t part = 0;

@@ -29,7 +29,7 @@ struct ForwardCounters {
   uint32_t* next_item;   // claimed items of the plan's list
   uint32_t* next_row;    // claimed pool rows of the dispatch
   uint32_t* next_token;  // claimed places of token_order
-  uint32_t* x_ready;     // [tiles]: rows that hold x or zeros
+  uint32_t* x_ready;     // [tiles]: rows that hold x, and pads
   uint32_t* h_done;      // [tiles]: N-tiles of h that are in memory
   uint32_t* o_done;      // [tiles]: N-tiles of o that are in memory
 };

@@ -9,7 +9,7 @@
 
 namespace megamoe {
 
-// Limits; jax_megamoe/plan.py holds the same values.
+// Limits; jax_megamoe/config.py and plan.py hold the same values.
 constexpr int kMaxChoices = 32;
 constexpr int kMaxExperts = 512;
 constexpr int kMaxSteps = 4;

@@ -12,12 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.nnx import MegaMoE
-from jax_megamoe.router import EXPERT_IDX_NAME, EXPERT_WEIGHT_NAME
+from tests.remat import ROUTING_POLICIES
 
 FLOAT32 = MegaMoEConfig(precision="float32")
 H, I, E, K = 16, 12, 8, 2
-POLICIES = jax.checkpoint_policies
-NAMES = [EXPERT_IDX_NAME, EXPERT_WEIGHT_NAME]
 
 
 def make_layer(**options):
@@ -232,21 +230,7 @@ def test_scan_over_layers_with_remat_equals_a_loop(expert_axis):
     np.testing.assert_array_equal(load.sum(axis=1), 4 * 6 * K)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        POLICIES.nothing_saveable,
-        POLICIES.everything_saveable,
-        POLICIES.save_only_these_names(*NAMES),
-        POLICIES.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=NAMES,
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
-    ],
-    ids=["nothing", "everything", "names", "offload"],
-)
+@pytest.mark.parametrize("policy", ROUTING_POLICIES)
 def test_remat_changes_no_bit_at_ties(policy):
     """Two identical router columns and repeated rows of x, T = 256."""
     layer = make_layer()

@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_megamoe.router import EXPERT_IDX_NAME, EXPERT_WEIGHT_NAME, route
+from jax_megamoe.router import route
 from tests.refusals import refusal
-
-POLICIES = jax.checkpoint_policies
-NAMES = [EXPERT_IDX_NAME, EXPERT_WEIGHT_NAME]
+from tests.remat import ROUTING_POLICIES
 
 
 def route_float64(logits, num_choices, renormalize=True, mask=None):
@@ -150,21 +148,7 @@ def test_without_a_token_everything_is_zero(num_tokens):
     assert not np.isnan(route(jnp.ones((num_tokens, 5)), 2).load_balance_loss)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        POLICIES.nothing_saveable,
-        POLICIES.everything_saveable,
-        POLICIES.save_only_these_names(*NAMES),
-        POLICIES.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=NAMES,
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
-    ],
-    ids=["nothing", "everything", "names", "offload"],
-)
+@pytest.mark.parametrize("policy", ROUTING_POLICIES)
 def test_recomputed_ties_route_the_same(policy):
     """Two identical gate columns and repeated rows; the load counts each choice once."""
     rng = np.random.default_rng(0)
