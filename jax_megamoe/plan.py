@@ -8,14 +8,20 @@ its expert lives on this rank; then it owns one row of the pool. Rows of an expe
 ordered by slot, begin at a multiple of TILE_ROWS and are padded to the next one. An id outside
 [0, E) is no route. The same expert twice in one token gives two rows.
 
-Work is cut into items (step, expert, m, n), claimed by the blocks of a kernel in list order. The
-list walks the experts in bands: band b holds, for every step s in turn, the items of expert
-b - lag_s, the M-tiles of one N-tile next to each other so that its weights are read from L2. A
-step waits only on an earlier step with no greater lag, hence only for items earlier in the list:
+Work is cut into items, each two neighbouring tiles of one step for a pair of blocks that share an
+operand: a tall item (m, n) is the tiles (m, n) and (m + 1, n), which share the weights; a wide one
+is (m, n) and (m, n + 1), which share the rows. Wide items cover the last M-tile of an expert with
+an odd number of them; in the last column of an odd tiles_n the second block then has nothing to do.
+
+Items lie step by step and are claimed in waves of WAVE_ITEMS, so that all blocks work on
+neighbouring tiles of one step and read its operands from L2. Every step waits only on the first
+one. Waves of the steps alternate: a wave of a later step comes lag waves behind the wave that holds
+the last item it waits on, and never before that wave. Hence a claim waits only for earlier claims:
 a kernel finishes with any number of resident blocks.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -38,11 +44,15 @@ MAX_STEPS = 4
 GATE_UP_COLS = 128
 DOWN_COLS = 256
 
-# A dependent step stays this many items of the step it waits on behind it: 1.5 waves of 132
-# blocks. On H200 that gives lag 4 at (H, I) = (2048, 768) and 2 at (4096, 1536), the best measured.
-ITEMS_IN_FLIGHT = 192
+# Items of one wave: one for each pair of the 132 multiprocessors of an H200. cuda/shared/plan.h
+# holds the same value.
+WAVE_ITEMS = 66
+# A dependent step stays this many waves behind what it waits on, which is then finished when it is
+# claimed. Measured at (H, I) = (4096, 1536) on H200: the forward takes 8.47 ms with alternating
+# waves, 8.70 ms with the steps of one expert after another.
+LAG = 1
 # Weight gradients follow dX by this many experts, which evens out the ingress of x and dy.
-WGRAD_LAG = 16
+WGRAD_LAG_EXPERTS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +63,10 @@ class Step:
       name: of the step, unique in its kernel.
       tiles_m: M-tiles of one expert; None means one per TILE_ROWS pool rows of that expert.
       tiles_n: N-tiles of one expert.
-      lag: experts that the step stays behind a step of lag 0.
-      waits_on: name of the step whose output it reads, "" for none. A step with tiles_m None waits
-        for all N-tiles of its own (expert, m); one with fixed tiles_m for the whole expert.
+      lag: waves of the first step that the step stays behind what it waits on.
+      waits_on: name of the step whose output it reads: that of the first step, which has "". A step
+        with tiles_m None waits for all N-tiles of its own (expert, m); one with fixed tiles_m for
+        the whole expert.
     """
 
     name: str
@@ -70,6 +81,7 @@ class Sizes(NamedTuple):
 
     pool_rows: int
     items: int
+    waves: int
 
 
 class Plan(NamedTuple):
@@ -81,12 +93,15 @@ class Plan(NamedTuple):
     expert_start: [E/R + 1], first pool row of each local expert; the last entry ends the pool.
     slot_row: [R, T, K], pool row of a local route, else -1.
     row_slot: [P], slot of the route that owns the row, -1 for pads and unused rows.
-    items: [N, 4], (step, expert, m, n) in claim order, -1 from num_items on. m is the tile of the
-      pool, row / TILE_ROWS, in a step over pool rows, and the step's own M-tile in one with fixed
+    items: [N, 4], (kind, expert, m, n), all of the first step, then all of the next; -1 behind the
+      last. kind is 2 * step, plus 1 if the item is wide. m is the tile of the pool,
+      row / TILE_ROWS, in a step over pool rows, and the step's own M-tile in one with fixed
       tiles_m.
+    waves: [V, 2], (first, end) of at most WAVE_ITEMS items in claim order, -1 from num_waves on.
+      Claim c is item waves[c // WAVE_ITEMS].first + c % WAVE_ITEMS, and nothing from end on.
     token_order: [R*T], tokens src*T + t that have a local route, by the pool row of their last one:
       the order in which their sums can be finished; -1 from num_tokens on.
-    totals: [2], (num_items, num_tokens).
+    totals: [2], (num_waves, num_tokens).
     """
 
     counts: Any
@@ -94,6 +109,7 @@ class Plan(NamedTuple):
     slot_row: Any
     row_slot: Any
     items: Any
+    waves: Any
     token_order: Any
     totals: Any
 
@@ -104,14 +120,13 @@ def ceil_div(a: int, b: int) -> int:
 
 def forward_steps(dims: Dims) -> tuple[Step, ...]:
     """The steps of the forward kernel: h = silu(x Wg) * (x Wu), then o = h Wd."""
-    tiles_n = ceil_div(dims.I, GATE_UP_COLS)
     return (
-        Step(name="gate_up", tiles_m=None, tiles_n=tiles_n, lag=0),
+        Step(name="gate_up", tiles_m=None, tiles_n=ceil_div(dims.I, GATE_UP_COLS), lag=0),
         Step(
             name="down",
             tiles_m=None,
             tiles_n=ceil_div(dims.H, DOWN_COLS),
-            lag=_lag(dims, tiles_n),
+            lag=LAG,
             waits_on="gate_up",
         ),
     )
@@ -121,41 +136,47 @@ def backward_steps(dims: Dims, *, trainable_experts: bool = True) -> tuple[Step,
     """The steps of the backward kernel: d(g, u) with w h, then dx, then dWd and dWg, dWu."""
     first = "recompute_gate_up_dgrad_down"
     tiles_n = ceil_div(dims.I, GATE_UP_COLS)
-    lag = _lag(dims, tiles_n)
     data = (
         Step(name=first, tiles_m=None, tiles_n=tiles_n, lag=0),
         Step(
             name="dgrad_gate_up",
             tiles_m=None,
             tiles_n=ceil_div(dims.H, DOWN_COLS),
-            lag=lag,
+            lag=LAG,
             waits_on=first,
         ),
     )
     if not trainable_experts:
         return data
+    wgrad_lag = LAG + _waves_of_experts(dims, tiles_n, WGRAD_LAG_EXPERTS)
     return data + (
         Step(
             name="wgrad_down",
             tiles_m=ceil_div(dims.I, TILE_ROWS),
             tiles_n=ceil_div(dims.H, DOWN_COLS),
-            lag=lag + WGRAD_LAG,
+            lag=wgrad_lag,
             waits_on=first,
         ),
         Step(
             name="wgrad_gate_up",
             tiles_m=ceil_div(dims.H, TILE_ROWS),
             tiles_n=tiles_n,
-            lag=lag + WGRAD_LAG,
+            lag=wgrad_lag,
             waits_on=first,
         ),
     )
 
 
-def _lag(dims: Dims, tiles_n: int) -> int:
-    """Experts that cover ITEMS_IN_FLIGHT items of a token step when the routing is even."""
-    expected_tiles_m = max(1, ceil_div(dims.R * dims.T * dims.K, dims.E * TILE_ROWS))
-    return min(ceil_div(ITEMS_IN_FLIGHT, expected_tiles_m * tiles_n), dims.experts_per_rank)
+def _waves_of_experts(dims: Dims, tiles_n: int, experts: int) -> int:
+    """Waves of a token step that cover so many experts when the routing is even."""
+    tiles_m = max(1, ceil_div(dims.R * dims.T * dims.K, dims.E * TILE_ROWS))
+    items = min(experts, dims.experts_per_rank) * _num_items(tiles_m, tiles_n)
+    return ceil_div(items, WAVE_ITEMS)
+
+
+def _num_items(tiles_m: int, tiles_n: int) -> int:
+    """Items of one (expert, step)."""
+    return tiles_n * (tiles_m // 2) + tiles_m % 2 * ceil_div(tiles_n, 2)
 
 
 def plan_sizes(dims: Dims, steps: Sequence[Step]) -> Sizes:
@@ -168,13 +189,24 @@ def plan_sizes(dims: Dims, steps: Sequence[Step]) -> Sizes:
     routes = dims.R * dims.T * dims.K
     experts = dims.experts_per_rank
     tiles = routes if routes < experts else experts + (routes - experts) // TILE_ROWS
-    token_tiles_n = sum(s.tiles_n for s in steps if s.tiles_m is None)
-    fixed = sum(s.tiles_m * s.tiles_n for s in steps if s.tiles_m is not None)
-    sizes = Sizes(pool_rows=tiles * TILE_ROWS, items=tiles * token_tiles_n + experts * fixed)
+    # With S tiles in all and o experts of an odd number of them, a token step has
+    # tiles_n * (S - o) / 2 + o * ceil(tiles_n / 2) = (tiles_n * S + tiles_n % 2 * o) / 2 items,
+    # S <= tiles and o <= min(experts, S): every expert with one tile and pairs of tiles beside it.
+    capacities = [
+        (s.tiles_n * tiles + s.tiles_n % 2 * min(experts, tiles)) // 2
+        if s.tiles_m is None
+        else experts * _num_items(s.tiles_m, s.tiles_n)
+        for s in steps
+    ]
+    sizes = Sizes(
+        pool_rows=tiles * TILE_ROWS,
+        items=sum(capacities),
+        waves=sum(ceil_div(c, WAVE_ITEMS) for c in capacities),
+    )
     for name, value in (
         ("routes R*T*K", routes),
         ("pool rows P", sizes.pool_rows),
-        ("work items", sizes.items),
+        ("claims of work items", sizes.waves * WAVE_ITEMS),
     ):
         if value > INT32_MAX:
             raise ValueError(f"plan: {value} {name} for {dims}; at most {INT32_MAX} fit int32")
@@ -197,6 +229,7 @@ def plan_shapes(dims: Dims, steps: Sequence[Step]) -> Plan:
         slot_row=(dims.R, dims.T, dims.K),
         row_slot=(sizes.pool_rows,),
         items=(sizes.items, 4),
+        waves=(sizes.waves, 2),
         token_order=(dims.R * dims.T,),
         totals=(2,),
     )
@@ -215,15 +248,17 @@ def _check_limits(dims: Dims, steps: Sequence[Step]) -> None:
         raise ValueError(f"plan: R = {dims.R}; it may be one of {RANK_COUNTS}")
     if dims.E % dims.R:
         raise ValueError(f"plan: E = {dims.E} is not a multiple of R = {dims.R}")
-    lag_of = {"": 0}
-    for step in steps:
-        if step.name in lag_of:
+    names = {""}
+    for s, step in enumerate(steps):
+        if step.name in names:
             raise ValueError(f"plan: {step} must have a name of its own, not ''")
         if step.tiles_n < 1 or (step.tiles_m is not None and step.tiles_m < 1):
             raise ValueError(f"plan: {step} must have at least 1 tile each way")
-        if step.waits_on not in lag_of or step.lag < lag_of[step.waits_on]:
-            raise ValueError(f"plan: {step} must wait on an earlier step of no greater lag")
-        lag_of[step.name] = step.lag
+        if step.waits_on != (steps[0].name if s else ""):
+            raise ValueError(f"plan: {step} must wait on the first step, and that one on ''")
+        if step.lag < 0 or (s == 0 and step.lag != 0):
+            raise ValueError(f"plan: {step} must have a lag >= 0, and the first step a lag of 0")
+        names.add(step.name)
 
 
 def make_plan(expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan:
@@ -255,45 +290,68 @@ def make_plan(expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Ste
     tokens = np.flatnonzero(last_row >= 0)
     token_order = np.full(dims.R * dims.T, -1)
     token_order[: tokens.size] = tokens[np.argsort(last_row[tokens])]
-    items, num_items = _list_items(tile_start, steps, sizes.items)
+    items, waves = _list_work(tile_start, steps)
 
     arrays = (
         counts.reshape(dims.R, experts),
         expert_start,
         slot_row.reshape(dims.R, dims.T, dims.K),
         row_slot,
-        items,
+        _padded(items, sizes.items),
+        _padded(waves, sizes.waves),
         token_order,
-        np.array([num_items, tokens.size]),
+        np.array([len(waves), tokens.size]),
     )
     return Plan(*(a.astype(np.int32) for a in arrays))
 
 
-def _list_items(
-    tile_start: np.ndarray, steps: Sequence[Step], capacity: int
-) -> tuple[np.ndarray, int]:
-    """The items in band order; tile_start [E/R + 1] counts the M-tiles of the experts before."""
-    experts = tile_start.size - 1
-    # before[s][e]: items of step s of the experts before e.
-    before = [
-        tile_start * step.tiles_n
-        if step.tiles_m is None
-        else np.arange(experts + 1) * (step.tiles_m * step.tiles_n)
-        for step in steps
-    ]
-    items = np.full((capacity, 4), -1)
+def _padded(rows: np.ndarray, size: int) -> np.ndarray:
+    """`rows` followed by -1 up to `size` rows."""
+    return np.pad(rows, ((0, size - len(rows)), (0, 0)), constant_values=-1)
+
+
+def _list_work(tile_start: np.ndarray, steps: Sequence[Step]) -> tuple[np.ndarray, np.ndarray]:
+    """The items [num_items, 4] and the waves [num_waves, 2].
+
+    Args:
+      tile_start: [E/R + 1], M-tiles of the experts before.
+    """
+    all_items, all_waves, all_keys = [], [], []
+    start = 0
+    needed = np.zeros(0, np.int64)
     for s, step in enumerate(steps):
-        for e in range(experts):
-            # Before (s, e) come the (s', e') of an earlier band, e' + lag' < e + lag, and those of
-            # the same band with s' < s.
-            base = sum(
-                before[other][np.clip(e + step.lag - steps[other].lag + (other < s), 0, experts)]
-                for other in range(len(steps))
+        by_expert = [
+            _expert_items(
+                s, e, *((first, end) if step.tiles_m is None else (0, step.tiles_m)), step
             )
-            first_m, tiles_m = 0, step.tiles_m
-            if tiles_m is None:
-                first_m, tiles_m = tile_start[e], tile_start[e + 1] - tile_start[e]
-            n, m = np.divmod(np.arange(tiles_m * step.tiles_n), max(tiles_m, 1))
-            block = items[base : base + m.size]
-            block[:, 0], block[:, 1], block[:, 2], block[:, 3] = s, e, first_m + m, n
-    return items, sum(int(b[-1]) for b in before)
+            for e, (first, end) in enumerate(itertools.pairwise(tile_start.tolist()))
+        ]
+        items = np.concatenate(by_expert)
+        first = np.arange(0, len(items), WAVE_ITEMS)
+        end = np.minimum(first + WAVE_ITEMS, len(items))
+        if s == 0:
+            # The last item of the first step that an expert, or one before it, needs.
+            needed = np.maximum(np.cumsum([len(i) for i in by_expert]) - 1, 0)
+            key = np.arange(first.size)
+        else:
+            key = needed[items[end - 1, 1]] // WAVE_ITEMS + step.lag
+        all_items.append(items)
+        all_waves.append(start + np.stack([first, end], axis=1))
+        all_keys.append(key)
+        start += len(items)
+    order = np.argsort(np.concatenate(all_keys), kind="stable")
+    return np.concatenate(all_items), np.concatenate(all_waves)[order]
+
+
+def _expert_items(step_idx: int, expert: int, first_m: int, end_m: int, step: Step) -> np.ndarray:
+    """The items [n, 4] of one (step, expert) with the M-tiles [first_m, end_m), in order."""
+    items = []
+    for n in range(0, step.tiles_n, 2):
+        items += [
+            (2 * step_idx, expert, m, column)
+            for column in range(n, min(n + 2, step.tiles_n))
+            for m in range(first_m, end_m - 1, 2)
+        ]
+        if (end_m - first_m) % 2:
+            items.append((2 * step_idx + 1, expert, end_m - 1, n))
+    return np.array(items, np.int64).reshape(-1, 4)

@@ -70,9 +70,10 @@ ffi::ErrorOr<PlanArrays> ReadPlanArrays(const PlanProblem& problem, ffi::Remaini
                     ints(2),
                     ints(3),
                     static_cast<Item*>(pointers[4]),
-                    ints(5),
+                    static_cast<Wave*>(pointers[5]),
                     ints(6),
-                    static_cast<uint32_t*>(pointers[7])};
+                    ints(7),
+                    static_cast<uint32_t*>(pointers[8])};
 }
 
 }  // namespace megamoe

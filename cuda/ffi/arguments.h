@@ -21,6 +21,6 @@ xla::ffi::ErrorOr<PlanProblem> ReadPlanProblem(xla::ffi::Span<const int64_t> rou
 // the kernel writes.
 xla::ffi::ErrorOr<PlanArrays> ReadPlanArrays(const PlanProblem& problem,
                                              xla::ffi::RemainingRets& results, int first);
-constexpr int kNumPlanResults = 8;
+constexpr int kNumPlanResults = 9;
 
 }  // namespace megamoe

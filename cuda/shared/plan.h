@@ -2,6 +2,7 @@
 // each array holds and in which order; this header says how large the arrays are.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -13,12 +14,13 @@ namespace megamoe {
 constexpr int kMaxChoices = 32;
 constexpr int kMaxExperts = 512;
 constexpr int kMaxSteps = 4;
+constexpr int kWaveItems = 66;
 
 // One GEMM of a kernel as the queue sees it.
 struct PlanStep {
   int tiles_m;  // M-tiles of an expert; kTokenTiles: one per kTileRows pool rows of the expert
   int tiles_n;  // N-tiles of an expert
-  int lag;      // experts the step stays behind a step of lag 0
+  int lag;      // waves of the first step that the step stays behind what it waits on
 };
 constexpr int kTokenTiles = 0;
 
@@ -29,8 +31,20 @@ struct PlanProblem {
   PlanStep steps[kMaxSteps];
 };
 
+// Two tiles of one step, for a pair of blocks: (m, n) for the first block and, for the second, the
+// tile below it (tall) or, where the expert has none, the one right of it (wide).
 struct alignas(16) Item {
-  int32_t step, expert, m, n;
+  int32_t kind, expert, m, n;
+
+  MEGAMOE_HOST_DEVICE static constexpr int32_t Kind(int step, bool wide) { return 2 * step + wide; }
+  MEGAMOE_HOST_DEVICE constexpr int step() const { return kind / 2; }
+  MEGAMOE_HOST_DEVICE constexpr bool wide() const { return kind % 2 != 0; }
+};
+
+// Items [first, end), at most kWaveItems, that are claimed together: claim c is the item
+// waves[c / kWaveItems].first + c % kWaveItems, and nothing from `end` on.
+struct Wave {
+  int32_t first, end;
 };
 
 // Device pointers; every element of every array is written by each call.
@@ -40,8 +54,9 @@ struct PlanArrays {
   int32_t* slot_row;       // [R, T, K]
   int32_t* row_slot;       // [P]
   Item* items;             // [N, 4]
+  Wave* waves;             // [V, 2]
   int32_t* token_order;    // [R*T]
-  int32_t* totals;         // [2]: items, tokens
+  int32_t* totals;         // [2]: waves, tokens
   uint32_t* chunk_counts;  // [chunks, E/R]: scratch between the two kernels
 };
 
@@ -73,23 +88,31 @@ struct PlanField {
 };
 
 // Fields in the order of PlanArrays and of the results of the FFI call, with their int32 elements.
-inline std::array<PlanField, 8> PlanFields(const PlanProblem& p) {
+inline std::array<PlanField, 9> PlanFields(const PlanProblem& p) {
   const RoutingDims& d = p.dims;
   const int64_t experts = d.experts_per_rank();
   const int64_t routes = int64_t{d.R} * d.T * d.K;
   // All routes local, and as many experts with one row in their last tile as there can be.
   const int64_t tiles = routes < experts ? routes : experts + (routes - experts) / kTileRows;
   int64_t items = 0;
+  int64_t waves = 0;
   for (int s = 0; s < p.num_steps; ++s) {
     const PlanStep& step = p.steps[s];
-    const int64_t columns = step.tiles_m == kTokenTiles ? tiles : experts * step.tiles_m;
-    items += columns * step.tiles_n;
+    // Every tile one half of an item, or all of a wide item in the last column of an odd tiles_n.
+    const bool token_tiles = step.tiles_m == kTokenTiles;
+    const int64_t all_tiles = (token_tiles ? tiles : experts * step.tiles_m) * step.tiles_n;
+    const int64_t odd_experts =
+        token_tiles ? std::min(experts, tiles) : experts * (step.tiles_m % 2);
+    const int64_t step_items = (all_tiles + step.tiles_n % 2 * odd_experts) / 2;
+    items += step_items;
+    waves += (step_items + kWaveItems - 1) / kWaveItems;
   }
   return {{{"counts", d.R * experts},
            {"expert_start", experts + 1},
            {"slot_row", routes},
            {"row_slot", tiles * kTileRows},
            {"items", items * 4},
+           {"waves", waves * 2},
            {"token_order", int64_t{d.R} * d.T},
            {"totals", 2},
            {"chunk_counts", int64_t{d.R} * ChunksOf(d).per_source * experts}}};

@@ -1,6 +1,13 @@
 // The dimensions of one call; the letters are the dimension key of jax_megamoe/config.py.
 #pragma once
 
+// Before a function that host and device code call.
+#ifdef __CUDACC__
+#define MEGAMOE_HOST_DEVICE __host__ __device__
+#else
+#define MEGAMOE_HOST_DEVICE
+#endif
+
 namespace megamoe {
 
 // Pool rows of an expert start at a multiple of this and are padded to the next one.
@@ -12,12 +19,7 @@ struct RoutingDims {
   int E;  // experts, over all ranks
   int R;  // expert-parallel ranks
 
-#ifdef __CUDACC__
-  __host__ __device__
-#endif
-      constexpr int experts_per_rank() const {
-    return E / R;
-  }
+  MEGAMOE_HOST_DEVICE constexpr int experts_per_rank() const { return E / R; }
 };
 
 }  // namespace megamoe
