@@ -35,6 +35,7 @@ struct Layout {
   Count total[kMaxExperts];          // of all chunks
   Count next[kMaxExperts];           // where the block's next row and token of the expert go
   int tile_start[kMaxExperts + 1];   // M-tiles of the experts before
+  int odd_start[kMaxExperts + 1];    // experts before with an odd number of M-tiles
   int token_start[kMaxExperts + 1];  // tokens of the experts before
 };
 
@@ -100,10 +101,13 @@ __device__ inline void MakeLayout(const uint32_t* chunk_counts, int experts, int
   }
   __syncthreads();
   const int warp = threadIdx.x / 32;
+  const auto tiles = [&](int e) { return TilesOf(layout.total[e].rows); };
   if (warp == 0) {
-    ScanWithWarp(experts, [&](int e) { return TilesOf(layout.total[e].rows); }, layout.tile_start);
+    ScanWithWarp(experts, tiles, layout.tile_start);
   } else if (warp == 1) {
     ScanWithWarp(experts, [&](int e) { return layout.total[e].tokens; }, layout.token_start);
+  } else if (warp == 2) {
+    ScanWithWarp(experts, [&](int e) { return tiles(e) % 2; }, layout.odd_start);
   }
   __syncthreads();
   if (threadIdx.x < experts) {

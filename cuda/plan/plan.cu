@@ -4,10 +4,14 @@
 //   CountRoutes  each block counts the routes of its chunk of slots per local expert.
 //   PlaceRoutes  each block adds up the counts of all chunks and of those before its own, places
 //                the routes of its chunk with a stable in-block sort, and writes a share of the
-//                lists (items, pads, tails).
+//                lists (items, waves, pads, tails).
 // Atomics only add integers in shared memory, whose order cannot show.
+#include <algorithm>
+#include <cstdint>
+
 #include "plan/layout.cuh"
 #include "plan/plan.h"
+#include "plan/work.cuh"
 
 namespace megamoe::plan {
 namespace {
@@ -130,45 +134,6 @@ __device__ void PlaceChunk(const PlanProblem& p, Range slots, const int32_t* exp
   }
 }
 
-// Items of step `step` of the experts before `expert`.
-__device__ int ItemsBefore(const PlanStep& step, const Layout& layout, int expert) {
-  const int columns =
-      step.tiles_m == kTokenTiles ? layout.tile_start[expert] : expert * step.tiles_m;
-  return columns * step.tiles_n;
-}
-
-// Before (step s, expert e) come the (s', e') of an earlier band, e' + lag' < e + lag, and those of
-// the same band with s' < s.
-__device__ int FirstItem(const PlanProblem& p, const Layout& layout, int s, int e) {
-  const int experts = p.dims.experts_per_rank();
-  int sum = 0;
-  for (int other = 0; other < p.num_steps; ++other) {
-    const int end = e + p.steps[s].lag - p.steps[other].lag + (other < s);
-    sum += ItemsBefore(p.steps[other], layout, max(0, min(end, experts)));
-  }
-  return sum;
-}
-
-// A warp writes the M-tiles of one (expert, step, n).
-__device__ void ListItems(const PlanProblem& p, const Layout& layout, Item* items) {
-  int columns = 0;
-  for (int s = 0; s < p.num_steps; ++s) columns += p.steps[s].tiles_n;
-  const int all_columns = columns * p.dims.experts_per_rank();
-  const int warp = (blockIdx.x * kThreads + threadIdx.x) / 32;
-  for (int column = warp; column < all_columns; column += gridDim.x * kWarps) {
-    const int expert = column / columns;
-    int n = column - expert * columns;
-    int s = 0;
-    for (; n >= p.steps[s].tiles_n; ++s) n -= p.steps[s].tiles_n;
-    const bool token_tiles = p.steps[s].tiles_m == kTokenTiles;
-    const int first_m = token_tiles ? layout.tile_start[expert] : 0;
-    const int tiles_m = token_tiles ? layout.tile_start[expert + 1] - first_m : p.steps[s].tiles_m;
-    Item* column_items = items + FirstItem(p, layout, s, expert) + n * tiles_m;
-    for (int m = threadIdx.x % 32; m < tiles_m; m += 32)
-      column_items[m] = {s, expert, first_m + m, n};
-  }
-}
-
 // Writes -1 to array[first, end), with the whole grid.
 __device__ void FillTail(int32_t* array, int64_t first, int64_t end) {
   const int64_t step = int64_t{gridDim.x} * kThreads;
@@ -176,16 +141,17 @@ __device__ void FillTail(int32_t* array, int64_t first, int64_t end) {
 }
 
 struct Ends {
-  int64_t row_slot, items, token_order;  // int32 elements of the arrays with a tail
+  int64_t row_slot, items, waves, token_order;  // int32 elements of the arrays with a tail
 };
 
 __device__ void WriteLists(const PlanProblem& p, const PlanChunks& chunks, const Ends& ends,
                            const PlanArrays& out, Layout& layout) {
   const int experts = p.dims.experts_per_rank();
-  int num_items = 0;
-  for (int s = 0; s < p.num_steps; ++s) num_items += ItemsBefore(p.steps[s], layout, experts);
+  const StepStart num = StartOf(p, layout, p.num_steps);
   ListItems(p, layout, out.items);
-  FillTail(reinterpret_cast<int32_t*>(out.items), int64_t{num_items} * 4, ends.items);
+  ListWaves(p, layout, out.waves);
+  FillTail(reinterpret_cast<int32_t*>(out.items), int64_t{num.items} * 4, ends.items);
+  FillTail(reinterpret_cast<int32_t*>(out.waves), int64_t{num.waves} * 2, ends.waves);
   FillTail(out.row_slot, int64_t{layout.tile_start[experts]} * kTileRows, ends.row_slot);
   FillTail(out.token_order, layout.token_start[experts], ends.token_order);
 
@@ -200,7 +166,7 @@ __device__ void WriteLists(const PlanProblem& p, const PlanChunks& chunks, const
       out.expert_start[e] = layout.tile_start[e] * kTileRows;
     }
     if (threadIdx.x == 0) {
-      out.totals[0] = num_items;
+      out.totals[0] = num.waves;
       out.totals[1] = layout.token_start[experts];
     }
   }
@@ -217,8 +183,9 @@ __device__ void WriteLists(const PlanProblem& p, const PlanChunks& chunks, const
   }
 }
 
-__global__ __launch_bounds__(kThreads, 1) void PlaceRoutes(PlanProblem p, PlanChunks chunks,
-                                                           Ends ends, const int32_t* expert_idx,
+__global__ __launch_bounds__(kThreads, 1) void PlaceRoutes(const __grid_constant__ PlanProblem p,
+                                                           PlanChunks chunks, Ends ends,
+                                                           const int32_t* expert_idx,
                                                            PlanArrays out) {
   __shared__ Layout layout;
   extern __shared__ uint32_t warp_counts[];  // [kWarps][E/R]
@@ -261,9 +228,10 @@ CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t
         cudaLaunchKernelEx(&config, CountRoutes, problem, chunks, expert_idx, arrays.chunk_counts));
   }
   const auto fields = PlanFields(problem);
-  const Ends ends = {fields[3].elements, fields[4].elements, fields[5].elements};
-  const int blocks =
-      num_chunks > PlanChunks::kWantedChunks ? num_chunks : PlanChunks::kWantedChunks;
+  const Ends ends = {fields[3].elements, fields[4].elements, fields[5].elements,
+                     fields[6].elements};
+  // One more than chunks: see ListWaves.
+  const int blocks = std::max(num_chunks, PlanChunks::kWantedChunks) + 1;
   const cudaLaunchConfig_t config =
       LaunchConfig(stream, blocks, WarpCountsBytes(problem.dims.experts_per_rank()));
   MEGAMOE_RETURN_IF_CUDA_ERROR(
