@@ -81,7 +81,7 @@ def measure(dims: Dims) -> list[dict[str, object]]:
                     "kernel": kernel,
                     "routing": routing,
                     "shape": {k: getattr(dims, k) for k in "TKERHI"},
-                    "items": int(make_plan(host_idx, dims, 0, steps).totals[0]),
+                    "waves": int(make_plan(host_idx, dims, 0, steps).totals[0]),
                     "us": round(with_plan - loop_alone, 2),
                     "us_with_loop": round(with_plan, 2),
                     "us_loop_alone": round(loop_alone, 2),

@@ -316,21 +316,18 @@ def _list_work(tile_start: np.ndarray, steps: Sequence[Step]) -> tuple[np.ndarra
     Args:
       tile_start: [E/R + 1], M-tiles of the experts before.
     """
+    pool_m = [range(first, end) for first, end in itertools.pairwise(tile_start.tolist())]
     all_items, all_waves, all_keys = [], [], []
     start = 0
     needed = np.zeros(0, np.int64)
     for s, step in enumerate(steps):
-        by_expert = [
-            _expert_items(
-                s, e, *((first, end) if step.tiles_m is None else (0, step.tiles_m)), step
-            )
-            for e, (first, end) in enumerate(itertools.pairwise(tile_start.tolist()))
-        ]
+        all_m = pool_m if step.tiles_m is None else [range(step.tiles_m)] * len(pool_m)
+        by_expert = [_expert_items(s, e, m, step.tiles_n) for e, m in enumerate(all_m)]
         items = np.concatenate(by_expert)
         first = np.arange(0, len(items), WAVE_ITEMS)
         end = np.minimum(first + WAVE_ITEMS, len(items))
         if s == 0:
-            # The last item of the first step that an expert, or one before it, needs.
+            # By expert: the last item of the first step of this expert or, without one, before it.
             needed = np.maximum(np.cumsum([len(i) for i in by_expert]) - 1, 0)
             key = np.arange(first.size)
         else:
@@ -339,19 +336,21 @@ def _list_work(tile_start: np.ndarray, steps: Sequence[Step]) -> tuple[np.ndarra
         all_waves.append(start + np.stack([first, end], axis=1))
         all_keys.append(key)
         start += len(items)
+    # By key; waves of equal keys stay in the order of the steps.
     order = np.argsort(np.concatenate(all_keys), kind="stable")
     return np.concatenate(all_items), np.concatenate(all_waves)[order]
 
 
-def _expert_items(step_idx: int, expert: int, first_m: int, end_m: int, step: Step) -> np.ndarray:
-    """The items [n, 4] of one (step, expert) with the M-tiles [first_m, end_m), in order."""
+def _expert_items(step_idx: int, expert: int, all_m: range, tiles_n: int) -> np.ndarray:
+    """The items [n, 4] of one (step, expert): two columns at a time, the wide item behind both."""
+    odd = len(all_m) % 2
     items = []
-    for n in range(0, step.tiles_n, 2):
+    for n in range(0, tiles_n, 2):
         items += [
             (2 * step_idx, expert, m, column)
-            for column in range(n, min(n + 2, step.tiles_n))
-            for m in range(first_m, end_m - 1, 2)
+            for column in range(n, min(n + 2, tiles_n))
+            for m in all_m[: len(all_m) - odd : 2]
         ]
-        if (end_m - first_m) % 2:
-            items.append((2 * step_idx + 1, expert, end_m - 1, n))
+        if odd:
+            items.append((2 * step_idx + 1, expert, all_m[-1], n))
     return np.array(items, np.int64).reshape(-1, 4)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_megamoe.config import TILE_ROWS, Dims
-from jax_megamoe.plan import Plan, Step, plan_shapes
+from jax_megamoe.plan import WAVE_ITEMS, Plan, Step, plan_shapes
 
 
 class PlanError(AssertionError):
@@ -29,8 +29,9 @@ def check_plan(
     _check_arrays(plan, dims, steps)
     _check_rows(plan, local, dims)
     _check_tokens(plan, local, dims)
-    _check_items(plan, dims, steps)
-    _check_waits(plan, dims, steps)
+    items = _claimed_items(plan, steps)
+    _check_tiles(items, plan, dims, steps)
+    _check_waits(items, dims, steps)
 
 
 def _require(condition: object, rule: str) -> None:
@@ -93,41 +94,93 @@ def _check_tokens(plan: Plan, local: np.ndarray, dims: Dims) -> None:
     _require(np.all(np.diff(last_row) > 0), "tokens are ordered by their last row")
 
 
-def _check_items(plan: Plan, dims: Dims, steps: Sequence[Step]) -> None:
-    tiles = [range(*ends) for ends in itertools.pairwise(plan.expert_start // TILE_ROWS)]
+def _claimed_items(plan: Plan, steps: Sequence[Step]) -> np.ndarray:
+    """The items, int64 [num_items, 4], in claim order, after the rules of the two lists."""
+    num_items = np.count_nonzero(plan.items[:, 0] != -1)
+    num_waves = np.count_nonzero(plan.waves[:, 0] != -1)
+    _require(np.all(plan.items[num_items:] == -1), "the item list ends with -1")
+    _require(np.all(plan.waves[num_waves:] == -1), "the wave list ends with -1")
+    _require(plan.totals[0] == num_waves, "num_waves counts the waves")
+    items = plan.items[:num_items].astype(np.int64)
+    _require(
+        np.all((items >= 0) & (items[:, :1] < 2 * len(steps))), "items are of a step of the kernel"
+    )
+    place = items[:, :2] // np.array([2, 1])
+    _require(
+        np.array_equal(np.lexsort(place.T[::-1]), np.arange(num_items)),
+        "items lie step by step, expert by expert",
+    )
+    waves = plan.waves[:num_waves].astype(np.int64)
+    by_first = waves[np.argsort(waves[:, 0])]
+    ends = np.concatenate([[0], by_first[:, 1]])
+    _require(
+        np.array_equal(by_first[:, 0], ends[:-1]) and ends[-1] == num_items,
+        "waves take every item once",
+    )
+    size = waves[:, 1] - waves[:, 0]
+    _require(
+        np.all((size > 0) & (size <= WAVE_ITEMS)),
+        f"a wave has 1 to WAVE_ITEMS = {WAVE_ITEMS} items",
+    )
+    _require(
+        np.array_equal(place[waves[:, 0], 0], place[waves[:, 1] - 1, 0]), "a wave is of one step"
+    )
+    claimed = [np.arange(first, end) for first, end in waves.tolist()]
+    return items[np.concatenate(claimed)] if claimed else items
+
+
+def _tiles(items: np.ndarray, steps: Sequence[Step]) -> tuple[np.ndarray, np.ndarray]:
+    """The tiles of both blocks, (step, expert, m, n), and the index of the item of each."""
+    wide = items[:, 0] % 2
+    first = items // np.array([2, 1, 1, 1])
+    second = first + np.stack([0 * wide, 0 * wide, 1 - wide, wide], axis=1)
+    tiles_n = np.array([step.tiles_n for step in steps])
+    busy = np.flatnonzero((wide == 0) | (second[:, 3] < tiles_n[second[:, 0]]))
+    return np.concatenate([first, second[busy]]), np.concatenate([np.arange(len(items)), busy])
+
+
+def _check_tiles(items: np.ndarray, plan: Plan, dims: Dims, steps: Sequence[Step]) -> None:
+    pool_tiles = [range(*ends) for ends in itertools.pairwise(plan.expert_start // TILE_ROWS)]
+    tiles_m = [
+        [own if step.tiles_m is None else range(step.tiles_m) for own in pool_tiles]
+        for step in steps
+    ]
     expected = [
         (s, e, m, n)
         for s, step in enumerate(steps)
         for e in range(dims.experts_per_rank)
-        for m in (tiles[e] if step.tiles_m is None else range(step.tiles_m))
+        for m in tiles_m[s][e]
         for n in range(step.tiles_n)
     ]
-    num_items = plan.totals[0]
-    items = plan.items[:num_items]
-    _require(len(expected) == num_items, "num_items counts the items of all steps")
+    tiles, _ = _tiles(items, steps)
     _require(
-        np.array_equal(items[np.lexsort(items.T[::-1])], np.array(expected).reshape(-1, 4)),
-        "every item is listed once",
+        np.array_equal(tiles[np.lexsort(tiles.T[::-1])], np.array(expected).reshape(-1, 4)),
+        "every tile belongs to one item",
     )
-    _require(np.all(plan.items[num_items:] == -1), "the item list ends with -1")
+    _require(
+        all(
+            n % 2 == 0 and len(own := tiles_m[kind // 2][e]) % 2 == 1 and m == own[-1]
+            for kind, e, m, n in items[items[:, 0] % 2 == 1].tolist()
+        ),
+        "a wide item is of the last of an odd number of M-tiles, and of an even column",
+    )
 
 
-def _check_waits(plan: Plan, dims: Dims, steps: Sequence[Step]) -> None:
+def _check_waits(items: np.ndarray, dims: Dims, steps: Sequence[Step]) -> None:
     """Every item comes after all the items it waits for."""
     names = [step.name for step in steps]
-    items = plan.items[: plan.totals[0]].astype(np.int64)
-    position = np.arange(len(items))
-    tiles = int(items[:, 2].max(initial=0)) + 1
+    tiles, position = _tiles(items, steps)
+    num_m = int(tiles[:, 2].max(initial=0)) + 1
     for s, step in enumerate(steps):
         if not step.waits_on:
             continue
-        dep = items[:, 0] == names.index(step.waits_on)
-        own = items[:, 0] == s
+        dep = tiles[:, 0] == names.index(step.waits_on)
+        own = tiles[:, 0] == s
         by_tile = step.tiles_m is None
-        key = items[:, 1] * tiles + (items[:, 2] if by_tile else 0)
-        last = np.full(dims.experts_per_rank * tiles, -1)
+        key = tiles[:, 1] * num_m + (tiles[:, 2] if by_tile else 0)
+        last = np.full(dims.experts_per_rank * num_m, -1)
         np.maximum.at(last, key[dep], position[dep])
         _require(
             np.all(last[key[own]] < position[own]),
-            f"{step.name} waits only for items of {step.waits_on} that come earlier",
+            f"{step.name} waits only for items of {step.waits_on} that are claimed earlier",
         )

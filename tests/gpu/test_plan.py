@@ -84,9 +84,11 @@ def test_kernel_equals_twin(seed: int) -> None:
         np.testing.assert_array_equal(g, w, err_msg=f"{name}, rank {rank} of {dims}")
 
 
+# The benchmark's shape, and one with more waves in the backward than a block has threads.
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2048, 768), (8192, 3072)])
 @pytest.mark.parametrize("backward", [False, True])
-def test_kernel_equals_twin_at_the_benchmark_shape(backward: bool) -> None:
-    dims = Dims(T=16384, K=8, E=128, R=1, H=2048, I=768)
+def test_kernel_equals_twin_at_large_shapes(hidden: int, intermediate: int, backward: bool) -> None:
+    dims = Dims(T=16384, K=8, E=128, R=1, H=hidden, I=intermediate)
     steps = backward_steps(dims) if backward else forward_steps(dims)
     scores = np.random.default_rng(0).random((1, dims.T, dims.E), np.float32)
     idx = np.argpartition(scores, dims.K, axis=-1)[..., : dims.K].astype(np.int32)

@@ -1,0 +1,82 @@
+"""Routings to plan for, and what tests of a plan share."""
+
+import dataclasses
+
+import numpy as np
+from hypothesis import strategies as st
+
+from jax_megamoe.config import RANK_COUNTS, Dims
+from jax_megamoe.plan import Plan, Step, backward_steps, forward_steps, make_plan
+from jax_megamoe.plan_check import check_plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    dims: Dims
+    rank: int
+    expert_idx: np.ndarray
+    steps: tuple[Step, ...]
+
+    def plan(self) -> Plan:
+        return make_plan(self.expert_idx, self.dims, self.rank, self.steps)
+
+    def check(self, plan: Plan) -> None:
+        check_plan(plan, self.expert_idx, self.dims, self.rank, self.steps)
+
+
+def make_case(dims: Dims, rank: int, kind: str, seed: int, backward: bool) -> Case:
+    rng = np.random.default_rng(seed)
+    shape = (dims.R, dims.T, dims.K)
+    match kind:
+        case "uniform":
+            expert_idx = rng.integers(0, dims.E, shape)
+        case "skewed":
+            expert_idx = np.minimum(rng.geometric(0.3, shape) - 1, dims.E - 1)
+        case "one":
+            expert_idx = np.full(shape, rng.integers(dims.E))
+        case "none":
+            expert_idx = np.full(shape, -1)
+        case _:
+            bad = np.array([-1, -(2**31), 2**31 - 1, dims.E, dims.E + 1])
+            expert_idx = rng.integers(0, dims.E, shape)
+            expert_idx = np.where(rng.random(shape) < 0.5, rng.choice(bad, shape), expert_idx)
+    steps = backward_steps(dims) if backward else forward_steps(dims)
+    return Case(dims, rank, expert_idx.astype(np.int32), steps)
+
+
+KINDS = ("uniform", "skewed", "one", "none", "invalid")
+
+
+@st.composite
+def case_arguments(draw: st.DrawFn) -> tuple[Dims, int, str, int, bool]:
+    ranks = draw(st.sampled_from(RANK_COUNTS))
+    dims = Dims(
+        T=draw(st.integers(0, 200)),
+        K=draw(st.integers(1, 8)),
+        E=ranks * draw(st.integers(1, 6)),
+        R=ranks,
+        H=draw(st.sampled_from([1, 256, 700, 4000])),
+        I=draw(st.sampled_from([1, 128, 300, 2000])),
+    )
+    rank = draw(st.integers(0, ranks - 1))
+    kind = draw(st.sampled_from(KINDS))
+    return dims, rank, kind, draw(st.integers(0, 2**32)), draw(st.booleans())
+
+
+# Several waves of each step; experts of even and of odd numbers of tiles.
+REFERENCE = make_case(Dims(T=600, K=4, E=8, R=2, H=4000, I=1900), 1, "skewed", 7, backward=True)
+
+
+def swapped(array: np.ndarray, i: int, j: int) -> np.ndarray:
+    array = array.copy()
+    array[[i, j]] = array[[j, i]]
+    return array
+
+
+def waves_of(plan: Plan, step: int) -> np.ndarray:
+    """The places of a step's waves in claim order."""
+    return np.flatnonzero(plan.items[plan.waves[: plan.totals[0], 0], 0] // 2 == step)
+
+
+def waves_swapped(plan: Plan, i: int, j: int) -> Plan:
+    return plan._replace(waves=swapped(plan.waves, i, j))
