@@ -26,10 +26,9 @@ CudaStatus MakeMaps(const ForwardCall& c, ForwardMaps* maps) {
   const Matrix up = {const_cast<void*>(c.w_up), experts * c.H, c.I};
   const Matrix down = {const_cast<void*>(c.w_down), experts * c.I, c.H};
   const CudaStatus made[] = {
-      RowsMap(pool, kTileRows, &maps->x_rows), RowsMap(pool, kTileRows / 2, &maps->o_out),
-      RowsMap(h, kTileRows, &maps->h_rows),    RowsMap(h, kTileRows / 2, &maps->h_out),
-      ChunksMap(gate, 2, &maps->w_gate),       ChunksMap(up, 2, &maps->w_up),
-      ChunksMap(down, 4, &maps->w_down),
+      RowsMap(pool, kTileRows / 2, &maps->pool), RowsMap(h, kTileRows / 2, &maps->h),
+      ChunksMap(gate, 2, &maps->w_gate),         ChunksMap(up, 2, &maps->w_up),
+      ChunksMap(down, 2, &maps->w_down),
   };
   for (const CudaStatus& status : made) {
     if (!status.ok()) return status;
@@ -62,12 +61,12 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c, const int64_t* 
                       int64_t num_launches) {
   ForwardMaps maps;
   if (CudaStatus status = MakeMaps(c, &maps); !status.ok()) return status;
-  int num_blocks = 0;
-  if (CudaStatus status = NumMultiprocessors(&num_blocks); !status.ok()) return status;
+  int num_multiprocessors = 0;
+  if (CudaStatus status = NumMultiprocessors(&num_multiprocessors); !status.ok()) return status;
 
-  MEGAMOE_RETURN_IF_CUDA_ERROR(
-      cudaMemsetAsync(c.counters, 0, NumForwardCounters(c.pool_rows) * sizeof(uint32_t), stream));
-  if (CudaStatus status = plan::Launch(stream, c.plan, c.expert_idx, c.plan_arrays); !status.ok()) {
+  const plan::Cleared counters = {c.counters, NumForwardCounters(c.pool_rows)};
+  if (CudaStatus status = plan::Launch(stream, c.plan, c.expert_idx, c.plan_arrays, counters);
+      !status.ok()) {
     return status;
   }
   if (c.trace.records != nullptr) {
@@ -77,7 +76,7 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c, const int64_t* 
   params.dims = c.plan.dims;
   params.H = c.H;
   params.I = c.I;
-  params.num_blocks = NumBlocks(c.plan.dims.E);
+  params.experts_per_block = c.plan.dims.E / NumBlocks(c.plan.dims.E);
   params.plan = c.plan_arrays;
   params.counters = CountersAt(c.counters, c.pool_rows);
   params.expert_idx = c.expert_idx;
@@ -93,7 +92,8 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c, const int64_t* 
       MEGAMOE_RETURN_IF_CUDA_ERROR(
           cudaMemsetAsync(params.counters.next_item, 0, sizeof(uint32_t), stream));
     }
-    if (CudaStatus status = LaunchForward(stream, num_blocks, maps, params); !status.ok()) {
+    if (CudaStatus status = LaunchForward(stream, num_multiprocessors, maps, params, i == 0);
+        !status.ok()) {
       return status;
     }
   }

@@ -7,13 +7,14 @@
 #include "roles/load.cuh"
 #include "roles/multiply.cuh"
 #include "roles/store.cuh"
+#include "shared/launch.h"
 
 namespace megamoe {
 namespace {
 
 // Registers of a thread: the first warpgroup gives some to the two that multiply.
-constexpr int kServiceRegisters = 88;
-constexpr int kMultiplyRegisters = 208;
+constexpr int kServiceRegisters = 120;
+constexpr int kMultiplyRegisters = 192;
 static_assert(kServiceRegisters + kNumConsumers * kMultiplyRegisters <= 504,
               "65536 registers over three warpgroups, in steps of 8");
 
@@ -36,8 +37,9 @@ __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& m
       ZeroUnrouted(p, blockIdx.x * kCombineWarps + comm_warp, gridDim.x * kCombineWarps);
     }
     if (p.parts & kCombine) {
-      const int first = comm_warp * kCombineBuffers;
-      CombineRole(shared, p, AddressOf(shared.combine, first), first, kCombineBuffers).Run();
+      const int first = comm_warp * kCombineBatches;
+      CombineRole<kCombineBatches>(p, shared.combine + first, AddressOf(shared.batch_full, first))
+          .Run();
     }
   }
 }
@@ -47,21 +49,24 @@ __device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const For
                                                  int consumer, int consumer_warp) {
   if (p.parts & (kGateUp | kDown)) MultiplyRole<ForwardSteps>(shared, p, consumer).Run();
   if (p.parts & kCombine) {
-    // The stages become batch buffers: no product may read them any more.
+    // The stages become batches: no product may read them any more. Nor does the peer copy into
+    // them: this block's products have waited for all its copies.
     ptx::GroupSync<kEndOfProducts, kNumConsumers * kGroupThreads>();
-    const int first = consumer_warp * kHelperBuffers;
-    CombineRole(shared, p, AddressOf(shared.stages, 0) + first * kBatchBytes,
-                kAllCombineBuffers + first, kHelperBuffers)
+    const int first = consumer_warp * kHelperBatches;
+    CombineRole<kHelperBatches>(p, reinterpret_cast<Batch*>(shared.stages) + first,
+                                AddressOf(shared.batch_full, kAllCombineBatches + first))
         .Run();
   }
 }
 
-__global__ __launch_bounds__(kBlockThreads,
-                             1) void ForwardKernel(const __grid_constant__ ForwardMaps maps,
-                                                   const __grid_constant__ ForwardParams p) {
+__global__ __cluster_dims__(kPairBlocks)
+    __launch_bounds__(kBlockThreads,
+                      1) void ForwardKernel(const __grid_constant__ ForwardMaps maps,
+                                            const __grid_constant__ ForwardParams p) {
   SharedMemory& shared = BlockMemory();
   if (threadIdx.x == 0) InitBarriers(shared);
-  __syncthreads();
+  ptx::ClusterSync();
+  ptx::WaitForPreviousKernel();
   // Uniform over the warp, and the compiler knows it.
   const int group = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads, 0);
@@ -69,9 +74,11 @@ __global__ __launch_bounds__(kBlockThreads,
   if (group == 0) {
     ptx::GiveRegisters<kServiceRegisters>();
     Serve(shared, maps, p, warp);
+    ptx::ClusterSync();  // the peer may still arrive here
   } else {
     ptx::TakeRegisters<kMultiplyRegisters>();
     MultiplyThenHelp(shared, p, group - 1, warp - kGroupThreads / kWarpThreads);
+    ptx::ClusterSync();
   }
 }
 
@@ -83,13 +90,16 @@ CudaStatus LoadForward() {
   return {};
 }
 
-CudaStatus LaunchForward(cudaStream_t stream, int num_blocks, const ForwardMaps& maps,
-                         const ForwardParams& params) {
+CudaStatus LaunchForward(cudaStream_t stream, int num_multiprocessors, const ForwardMaps& maps,
+                         const ForwardParams& params, bool starts_early) {
+  cudaLaunchAttribute early = EarlyStart();
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(num_blocks);
+  config.gridDim = dim3(num_multiprocessors / kPairBlocks * kPairBlocks);
   config.blockDim = dim3(kBlockThreads);
   config.dynamicSmemBytes = sizeof(SharedMemory);
   config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = starts_early ? 1 : 0;
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, ForwardKernel, maps, params));
   return {};
 }

@@ -11,9 +11,10 @@ namespace megamoe {
 // Loads the kernel on the current device.
 CudaStatus LoadForward();
 
-// Enqueues one launch with as many blocks as the device has multiprocessors; it finishes with any
-// number of them resident.
-CudaStatus LaunchForward(cudaStream_t stream, int num_blocks, const ForwardMaps& maps,
-                         const ForwardParams& params);
+// Enqueues one launch with two blocks, a cluster, for each pair of multiprocessors; it finishes
+// with any number of clusters resident. starts_early: before the kernel ahead in the stream has
+// ended, see shared/launch.h.
+CudaStatus LaunchForward(cudaStream_t stream, int num_multiprocessors, const ForwardMaps& maps,
+                         const ForwardParams& params, bool starts_early);
 
 }  // namespace megamoe

@@ -8,6 +8,17 @@
 
 namespace megamoe {
 
+// One box into a stage of this block, or of both blocks of the pair.
+template <bool kForBoth, typename... Coordinates>
+__device__ __forceinline__ void LoadBox(uint32_t stage, const CUtensorMap& map, uint32_t barrier,
+                                        uint64_t policy, Coordinates... at) {
+  if constexpr (kForBoth) {
+    ptx::TmaMulticast(stage, map, barrier, at..., policy, kBothBlocks);
+  } else {
+    ptx::TmaLoad(stage, map, barrier, at..., policy);
+  }
+}
+
 // h = silu(x Wg) * (x Wu): 128 rows x (128 gate + the same 128 up) columns.
 struct GateUpStep {
   static constexpr int kStep = 0;
@@ -15,6 +26,9 @@ struct GateUpStep {
   static constexpr int kOutChunks = kGateUpColumns / 64;
 
   static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) { return p.H / kBlockK; }
+  static __device__ __forceinline__ int NumColumnTiles(const ForwardParams& p) {
+    return (p.I + kGateUpColumns - 1) / kGateUpColumns;
+  }
   // Waits for all rows of the tile, pads included.
   static __device__ __forceinline__ bool IsReady(const ForwardParams& p, int tile) {
     return ptx::LoadAcquire(p.counters.x_ready + tile) >= kTileRows;
@@ -23,15 +37,21 @@ struct GateUpStep {
     return p.counters.h_done + tile;
   }
 
-  static __device__ __forceinline__ void LoadStage(const ForwardMaps& maps, const ForwardParams& p,
-                                                   const TileItem& item, int k, uint32_t stage,
-                                                   uint32_t barrier) {
-    const uint32_t b = stage + kStageABytes;
-    const int weight_row = item.expert * p.H + k * kBlockK;
-    ptx::TmaLoad(stage, maps.x_rows, barrier, k * kBlockK, item.row, ptx::kEvictNormal);
-    ptx::TmaLoad(b, maps.w_gate, barrier, 0, weight_row, item.n * 2, ptx::kEvictLast);
-    ptx::TmaLoad(b + 2 * ptx::kChunkBytes, maps.w_up, barrier, 0, weight_row, item.n * 2,
-                 ptx::kEvictLast);
+  // 64 rows of A from `row` on.
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadRows(const ForwardMaps& maps, int row, int k,
+                                                  uint32_t to, uint32_t barrier) {
+    LoadBox<kForBoth>(to, maps.pool, barrier, ptx::kEvictNormal, k * kBlockK, row);
+  }
+  // Half of B: 128 columns of gate, or those of up.
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadColumns(const ForwardMaps& maps,
+                                                     const ForwardParams& p, const TileItem& item,
+                                                     int half, int k, uint32_t to,
+                                                     uint32_t barrier) {
+    const CUtensorMap& map = half == 0 ? maps.w_gate : maps.w_up;
+    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictLast, 0, item.expert * p.H + k * kBlockK,
+                      item.n * 2);
   }
 
   // Columns 2 j and 2 j + 1 of the thread's share of the result, packed.
@@ -41,7 +61,7 @@ struct GateUpStep {
   }
   static __device__ __forceinline__ void StoreChunk(const ForwardMaps& maps, const TileItem& item,
                                                     int consumer, int chunk, uint32_t staging) {
-    ptx::TmaStore(maps.h_out, staging, item.n * kGateUpColumns + chunk * 64,
+    ptx::TmaStore(maps.h, staging, item.n * kGateUpColumns + chunk * 64,
                   item.row + consumer * kConsumerRows);
   }
 };
@@ -53,21 +73,30 @@ struct DownStep {
   static constexpr int kOutChunks = kDownColumns / 64;
 
   static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) { return p.I / kBlockK; }
+  static __device__ __forceinline__ int NumColumnTiles(const ForwardParams& p) {
+    return (p.H + kDownColumns - 1) / kDownColumns;
+  }
   // Waits for all columns of the tile's h.
   static __device__ __forceinline__ bool IsReady(const ForwardParams& p, int tile) {
-    const uint32_t all = (p.I + kGateUpColumns - 1) / kGateUpColumns;
+    const uint32_t all = GateUpStep::NumColumnTiles(p);
     return ptx::LoadAcquire(p.counters.h_done + tile) >= all;
   }
   static __device__ __forceinline__ uint32_t* Done(const ForwardParams& p, int tile) {
     return p.counters.o_done + tile;
   }
 
-  static __device__ __forceinline__ void LoadStage(const ForwardMaps& maps, const ForwardParams& p,
-                                                   const TileItem& item, int k, uint32_t stage,
-                                                   uint32_t barrier) {
-    ptx::TmaLoad(stage, maps.h_rows, barrier, k * kBlockK, item.row, ptx::kEvictNormal);
-    ptx::TmaLoad(stage + kStageABytes, maps.w_down, barrier, 0, item.expert * p.I + k * kBlockK,
-                 item.n * 4, ptx::kEvictLast);
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadRows(const ForwardMaps& maps, int row, int k,
+                                                  uint32_t to, uint32_t barrier) {
+    LoadBox<kForBoth>(to, maps.h, barrier, ptx::kEvictNormal, k * kBlockK, row);
+  }
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadColumns(const ForwardMaps& maps,
+                                                     const ForwardParams& p, const TileItem& item,
+                                                     int half, int k, uint32_t to,
+                                                     uint32_t barrier) {
+    LoadBox<kForBoth>(to, maps.w_down, barrier, ptx::kEvictLast, 0, item.expert * p.I + k * kBlockK,
+                      item.n * 4 + half * 2);
   }
 
   static __device__ __forceinline__ uint32_t Finish(const float (&acc)[128], int j) {
@@ -75,7 +104,7 @@ struct DownStep {
   }
   static __device__ __forceinline__ void StoreChunk(const ForwardMaps& maps, const TileItem& item,
                                                     int consumer, int chunk, uint32_t staging) {
-    ptx::TmaStore(maps.o_out, staging, item.n * kDownColumns + chunk * 64,
+    ptx::TmaStore(maps.pool, staging, item.n * kDownColumns + chunk * 64,
                   item.row + consumer * kConsumerRows);
   }
 };

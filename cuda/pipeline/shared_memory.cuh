@@ -2,9 +2,10 @@
 //
 // Who arrives on which barrier, and what an arrival says:
 //   stage_full     load (1, with the bytes)   the stage holds its operand tiles
-//   stage_empty    multiply (8: each warp)    no product of the warp reads the stage any more
-//   item_full      load (1)                   the ring slot holds the next item
-//   item_empty     multiply (8), store (1)    the warp has read the slot
+//   stage_empty    multiply (8 warps of each block of the pair)   no product of the warp reads the
+//                  stage any more: either block may copy into the stage of both
+//   item_full      load (1, with the bytes)   the ring slot holds the next item
+//   item_empty     all that read items, of both blocks, at the first block's: the slot is read
 //   staging_full   multiply (4: each warp of one consumer)  a chunk of the result is written
 //   staging_empty  store (1)                  the chunk has been read by its TMA store
 //   piece_full     dispatch (1, with the bytes)           the piece of x is there
@@ -13,6 +14,7 @@
 
 #include <cstdint>
 
+#include "pipeline/item.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
 #include "shared/problem.h"
@@ -25,6 +27,8 @@ constexpr int kVector = 8;          // bf16 in 16 bytes
 constexpr int kGroupThreads = 128;  // a warpgroup
 constexpr int kNumConsumers = 2;    // warpgroups that multiply
 constexpr int kConsumerWarps = kNumConsumers * 4;
+// The warps of a block that read items: load, store and all that multiply.
+constexpr int kItemReaders = 2 + kConsumerWarps;
 constexpr int kBlockThreads = (1 + kNumConsumers) * kGroupThreads;
 constexpr int kConsumerRows = kTileRows / kNumConsumers;
 
@@ -35,19 +39,35 @@ constexpr int kItemSlots = 4;
 constexpr int kStagingBuffers = 2;  // of each consumer
 
 constexpr uint32_t kStageABytes = kTileRows * kBlockK * 2;
-constexpr uint32_t kStageBytes = kStageABytes + kTileColumns * kBlockK * 2;
+constexpr uint32_t kStageBBytes = kTileColumns * kBlockK * 2;
+constexpr uint32_t kStageBytes = kStageABytes + kStageBBytes;
 
-// Rows of o on their way to the sums: a batch is up to 8 rows of up to 512 columns. Two warps sum
-// with buffers of their own; the warps that multiply join at the end and reuse the stages.
-constexpr int kBatchRows = 8;
-constexpr int kBatchColumns = 512;
-constexpr uint32_t kBatchRowBytes = kBatchColumns * 2;
-constexpr uint32_t kBatchBytes = kBatchRows * kBatchRowBytes;
+// Rows of o on their way to the sums: a batch is all routes of a token, 8, 16 or 32 rows, and as
+// many columns as fit. Two warps sum with batches of their own; the warps that multiply join at the
+// end, and theirs lie in the stages.
+constexpr uint32_t kBatchBytes = 8192;
+constexpr uint32_t kMinBatchRows = 8;
+constexpr int kTreeLevels = 3;                 // of the summation tree
+constexpr int kTreeBlocks = 1 << kTreeLevels;  // at most
 constexpr int kCombineWarps = 2;
-constexpr int kCombineBuffers = 3;  // of each of those warps
-constexpr int kAllCombineBuffers = kCombineWarps * kCombineBuffers;
-constexpr int kHelperBuffers = 2;
-static_assert(kConsumerWarps * kHelperBuffers * kBatchBytes <= kNumStages * kStageBytes);
+constexpr int kCombineBatches = 3;  // of each of those warps
+constexpr int kAllCombineBatches = kCombineWarps * kCombineBatches;
+constexpr int kHelperBatches = 2;
+
+struct alignas(16) Batch {
+  uint8_t rows[kBatchBytes];
+  float weight[kWarpThreads];
+  int32_t token;
+  int32_t column;  // first of the batch, in bf16
+  int32_t num_rows;
+  uint64_t block_ends;  // a byte a block of the tree: rows of the blocks up to it
+};
+static_assert(kConsumerWarps * kHelperBatches * sizeof(Batch) <= kNumStages * kStageBytes);
+
+// Bytes from one row of a batch to the next.
+__device__ __forceinline__ uint32_t BatchRowBytes(int num_rows) {
+  return kBatchBytes / (num_rows <= 8 ? kMinBatchRows : num_rows <= 16 ? 16 : 32);
+}
 
 // Rows of x on their way to the pool, in the same buffers, before the sums.
 constexpr int kPieceColumns = 2048;
@@ -60,34 +80,12 @@ struct PieceEnd {
   int32_t tile;  // see roles/dispatch.cuh
 };
 
-// What a batch is, for the warp that sums it.
-struct alignas(16) BatchHeader {
-  float weight[kBatchRows];
-  int32_t token;
-  int32_t column;     // first of the batch, in bf16
-  uint16_t num_ends;  // 2 bits a row, see roles/combine.cuh
-  uint8_t num_rows;
-  bool is_first;  // of its token and columns
-  bool is_last;
-};
-
-// One item as the warps of a block see it.
-struct alignas(16) TileItem {
-  int16_t step;           // kNoMoreItems ends the walk
-  int16_t num_consumers;  // 1 when the upper 64 rows of the tile are all pads
-  int32_t expert;
-  int32_t row;  // first pool row
-  int32_t n;
-};
-constexpr int16_t kNoMoreItems = -1;
-
 struct SharedMemory {
   alignas(1024) uint8_t stages[kNumStages][kStageBytes];  // A, then B
   alignas(1024) uint8_t staging[kNumConsumers][kStagingBuffers][ptx::kChunkBytes];
-  alignas(128) uint8_t combine[kAllCombineBuffers][kBatchBytes];
-  TileItem items[kItemSlots];
-  BatchHeader batches[kAllCombineBuffers + kConsumerWarps * kHelperBuffers];
-  uint64_t batch_full[kAllCombineBuffers + kConsumerWarps * kHelperBuffers];
+  alignas(128) Batch combine[kAllCombineBatches];
+  PairItem items[kItemSlots];
+  uint64_t batch_full[kAllCombineBatches + kConsumerWarps * kHelperBatches];
   PieceEnd piece_ends[kCombineWarps][kPieceEnds];
   uint64_t piece_full[kCombineWarps][kNumPieces];
   uint64_t stage_full[kNumStages];
@@ -113,9 +111,9 @@ __device__ inline void InitBarriers(SharedMemory& shared) {
     }
   };
   init(shared.stage_full, 1);
-  init(shared.stage_empty, kConsumerWarps);
+  init(shared.stage_empty, kPairBlocks * kConsumerWarps);
   init(shared.item_full, 1);
-  init(shared.item_empty, kConsumerWarps + 1);
+  init(shared.item_empty, kPairBlocks * kItemReaders);
   init(shared.piece_full, 1);
   init(shared.batch_full, 1);
   init(shared.staging_full, 4);
@@ -142,22 +140,6 @@ struct RingPosition {
 template <typename T>
 __device__ __forceinline__ uint32_t AddressOf(const T& array, uint32_t i) {
   return ptx::SharedAddress(&array) + i * static_cast<uint32_t>(sizeof(array[0]));
-}
-
-// Walks the items that the load warp announces, until the last one. Each warp of the multiply and
-// store roles has its own walk; `f` gets the item.
-template <typename F>
-__device__ __forceinline__ void ForEachItem(SharedMemory& shared, F f) {
-  RingPosition<kItemSlots> slot;
-  for (;;) {
-    ptx::BarrierWait(AddressOf(shared.item_full, slot.index), slot.parity);
-    const TileItem item = shared.items[slot.index];
-    __syncwarp();
-    if (ptx::ElectOne()) ptx::BarrierArrive(AddressOf(shared.item_empty, slot.index));
-    slot.Advance();
-    if (item.step == kNoMoreItems) return;
-    f(item);
-  }
 }
 
 }  // namespace megamoe

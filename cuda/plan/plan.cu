@@ -12,6 +12,8 @@
 #include "plan/layout.cuh"
 #include "plan/plan.h"
 #include "plan/work.cuh"
+#include "ptx/sync.cuh"
+#include "shared/launch.h"
 
 namespace megamoe::plan {
 namespace {
@@ -57,6 +59,7 @@ __device__ Range ChunkSlots(const RoutingDims& d, const PlanChunks& chunks, int 
 __global__ __launch_bounds__(kThreads, 1) void CountRoutes(PlanProblem p, PlanChunks chunks,
                                                            const int32_t* expert_idx,
                                                            uint32_t* chunk_counts) {
+  ptx::LetNextKernelStart();
   __shared__ uint32_t counts[kMaxExperts];
   const int experts = p.dims.experts_per_rank();
   if (threadIdx.x < experts) counts[threadIdx.x] = 0;
@@ -134,10 +137,16 @@ __device__ void PlaceChunk(const PlanProblem& p, Range slots, const int32_t* exp
   }
 }
 
-// Writes -1 to array[first, end), with the whole grid.
-__device__ void FillTail(int32_t* array, int64_t first, int64_t end) {
+// Writes `value` to array[first, end), with the whole grid.
+template <typename T>
+__device__ void Fill(T* array, int64_t first, int64_t end, T value) {
   const int64_t step = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = first + blockIdx.x * kThreads + threadIdx.x; i < end; i += step) array[i] = -1;
+  for (int64_t i = first + blockIdx.x * kThreads + threadIdx.x; i < end; i += step) {
+    array[i] = value;
+  }
+}
+__device__ void FillTail(int32_t* array, int64_t first, int64_t end) {
+  Fill(array, first, end, -1);
 }
 
 struct Ends {
@@ -186,7 +195,10 @@ __device__ void WriteLists(const PlanProblem& p, const PlanChunks& chunks, const
 __global__ __launch_bounds__(kThreads, 1) void PlaceRoutes(const __grid_constant__ PlanProblem p,
                                                            PlanChunks chunks, Ends ends,
                                                            const int32_t* expert_idx,
-                                                           PlanArrays out) {
+                                                           PlanArrays out, Cleared cleared) {
+  ptx::LetNextKernelStart();
+  ptx::WaitForPreviousKernel();
+  Fill(cleared.words, 0, cleared.count, 0u);
   __shared__ Layout layout;
   extern __shared__ uint32_t warp_counts[];  // [kWarps][E/R]
   const int num_chunks = p.dims.R * chunks.per_source;
@@ -219,7 +231,7 @@ CudaStatus Load() {
 }
 
 CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t* expert_idx,
-                  const PlanArrays& arrays) {
+                  const PlanArrays& arrays, const Cleared& cleared) {
   const PlanChunks chunks = ChunksOf(problem.dims);
   const int num_chunks = problem.dims.R * chunks.per_source;
   if (num_chunks > 0) {
@@ -232,10 +244,15 @@ CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t
                      fields[6].elements};
   // One more than chunks: see ListWaves.
   const int blocks = std::max(num_chunks, PlanChunks::kWantedChunks) + 1;
-  const cudaLaunchConfig_t config =
+  cudaLaunchConfig_t config =
       LaunchConfig(stream, blocks, WarpCountsBytes(problem.dims.experts_per_rank()));
+  cudaLaunchAttribute early = EarlyStart();
+  if (num_chunks > 0) {
+    config.attrs = &early;
+    config.numAttrs = 1;
+  }
   MEGAMOE_RETURN_IF_CUDA_ERROR(
-      cudaLaunchKernelEx(&config, PlaceRoutes, problem, chunks, ends, expert_idx, arrays));
+      cudaLaunchKernelEx(&config, PlaceRoutes, problem, chunks, ends, expert_idx, arrays, cleared));
   return {};
 }
 

@@ -11,9 +11,16 @@ namespace megamoe::plan {
 // Loads the kernels on the current device: nothing is loaded later, when a peer may be waiting.
 CudaStatus Load();
 
+// Words that the plan clears on the side: the counters of the kernel that follows it.
+struct Cleared {
+  uint32_t* words;
+  int64_t count;
+};
+
 // Enqueues the plan of `problem` for expert_idx, int32 [R, T, K] on the device. Allocates nothing,
-// does not wait, and relies on no content of the output arrays.
+// does not wait, and relies on no content of the output arrays. The next kernel of the stream may
+// begin before it ends (ptx::WaitForPreviousKernel).
 CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t* expert_idx,
-                  const PlanArrays& arrays);
+                  const PlanArrays& arrays, const Cleared& cleared);
 
 }  // namespace megamoe::plan

@@ -35,6 +35,69 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// Whether the phase is complete; does not wait.
+__device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// ---- launches that begin before the kernel ahead of them in the stream has ended ----
+
+// Lets the next kernel of the stream take the place of blocks that end.
+__device__ __forceinline__ void LetNextKernelStart() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Waits until the kernel ahead has ended and what it wrote can be read.
+__device__ __forceinline__ void WaitForPreviousKernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// ---- clusters: the blocks of one see each other's shared memory ----
+
+__device__ __forceinline__ uint32_t ClusterRank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// Waits for all threads of all blocks of the cluster.
+__device__ __forceinline__ void ClusterSync() {
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+}
+// Arrives at the barrier that lies at this block's `barrier` in block `rank`. Of CTA scope: what
+// the arrival orders are reads of shared memory, which products and copies have completed.
+__device__ __forceinline__ void BarrierArriveAt(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+// Writes 16 bytes to `shared` of block `rank`; they count on the barrier there.
+__device__ __forceinline__ void StoreAt(uint32_t shared, uint32_t barrier, uint32_t rank, uint4 v) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, barrier;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3,%4,%5,%6}, "
+      "[barrier];\n"
+      "}" ::"r"(shared),
+      "r"(barrier), "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
+}
+
 // ---- proxies: ordinary accesses before the fence are ordered with asynchronous ones after it ----
 
 __device__ __forceinline__ void FenceAsyncShared() {

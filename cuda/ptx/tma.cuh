@@ -27,6 +27,26 @@ __device__ __forceinline__ void TmaLoad(uint32_t shared, const CUtensorMap& map,
       "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
       : "memory");
 }
+// The same into every block of the cluster whose bit is set in `blocks`: each gets the bytes at the
+// same place of its shared memory, and they count on its own barrier there.
+__device__ __forceinline__ void TmaMulticast(uint32_t shared, const CUtensorMap& map,
+                                             uint32_t barrier, int x, int y, uint64_t policy,
+                                             uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3,%4}], [%2], %6, %5;" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy), "h"(blocks)
+      : "memory");
+}
+__device__ __forceinline__ void TmaMulticast(uint32_t shared, const CUtensorMap& map,
+                                             uint32_t barrier, int x, int y, int z, uint64_t policy,
+                                             uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3,%4,%5}], [%2], %7, %6;" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy), "h"(blocks)
+      : "memory");
+}
 // Plain bytes, a multiple of 16; completes on the barrier like a tensor.
 __device__ __forceinline__ void BulkLoad(uint32_t shared, const void* global, uint32_t bytes,
                                          uint32_t barrier) {

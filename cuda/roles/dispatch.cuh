@@ -22,7 +22,7 @@ class DispatchRole {
  public:
   __device__ DispatchRole(SharedMemory& shared, const ForwardParams& params, int comm_warp)
       : p_(params),
-        pieces_(AddressOf(shared.combine, comm_warp * kCombineBuffers)),
+        pieces_(AddressOf(shared.combine, comm_warp * kCombineBatches)),
         piece_full_(AddressOf(shared.piece_full[comm_warp], 0)),
         ends_(shared.piece_ends[comm_warp]) {}
 
@@ -36,38 +36,61 @@ class DispatchRole {
   static constexpr int kRows = 8;  // of a claim, in one tile
   static_assert(kTileRows % kRows == 0);
   static constexpr int kNone = -1;
+  // The slots of a claim's rows, first to last.
+  struct Slots {
+    int v[kRows];
+    __device__ __forceinline__ int TakeFirst() {
+      const int first = v[0];
+#pragma unroll
+      for (int i = 0; i + 1 < kRows; ++i) v[i] = v[i + 1];
+      return first;
+    }
+  };
   // Pieces on their way in; the others are on their way out.
   static constexpr uint32_t kLoading = kNumPieces / 2;
   static constexpr uint32_t kStoring = kNumPieces - kLoading;
-  static_assert(kNumPieces * kPieceBytes <= kCombineBuffers * kBatchBytes);
+  static_assert(kNumPieces * kPieceBytes <= kCombineBatches * sizeof(Batch));
   static_assert(kLoading + kStoring < kPieceEnds, "an end is kept until it is published");
 
   __device__ __forceinline__ int Claim() {
     return static_cast<int>(atomicAdd(p_.counters.next_row, unsigned{kRows}));
   }
 
+  // Claims are made two ahead and their slots read one ahead: neither latency is waited for.
   __device__ __forceinline__ void Walk() {
     const int num_rows = p_.plan.expert_start[p_.dims.experts_per_rank()];
     int first = Claim();
+    int next = Claim();
+    Slots slots = ReadSlots(first, num_rows);
     while (first < num_rows) {
-      const int next = Claim();
-      CopyRows(first);
+      const int after = Claim();
+      const Slots next_slots = ReadSlots(next, num_rows);
+      CopyRows(first, slots);
       first = next;
+      next = after;
+      slots = next_slots;
     }
     while (num_stored_ < num_loaded_) StoreOldest();
     ptx::StoreWaitAll();
     PublishUpTo(num_stored_);
   }
 
-  __device__ __forceinline__ void CopyRows(int first) {
+  __device__ __forceinline__ Slots ReadSlots(int first, int num_rows) const {
+    if (first >= num_rows) return {};
+    const int4* slots = reinterpret_cast<const int4*>(p_.plan.row_slot + first);
+    const int4 low = slots[0], high = slots[1];
+    return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+  }
+
+  __device__ __forceinline__ void CopyRows(int first, Slots slots) {
     const TraceScope trace(p_.trace, kDispatch, true);
     const int tile = first / kTileRows;
-    int slot = p_.plan.row_slot[first];
-    if (slot < 0) ptx::AddRelease(p_.counters.x_ready + tile, kRows);  // pads only
-    for (int r = 0; r < kRows && slot >= 0; ++r) {
-      const int next_slot = r + 1 < kRows ? p_.plan.row_slot[first + r + 1] : kNone;
+    if (slots.v[0] < 0) ptx::AddRelease(p_.counters.x_ready + tile, kRows);  // pads only
+    int slot = slots.TakeFirst();
+    for (int row = first; slot >= 0; ++row) {
+      const int next_slot = row + 1 < first + kRows ? slots.TakeFirst() : kNone;
       const int64_t from = int64_t{slot / p_.dims.K} * p_.H;
-      const int64_t to = int64_t{first + r} * p_.H;
+      const int64_t to = int64_t{row} * p_.H;
       for (int column = 0; column < p_.H; column += kPieceColumns) {
         const int columns = min(kPieceColumns, p_.H - column);
         const bool ends_claim = next_slot < 0 && column + columns == p_.H;

@@ -7,6 +7,7 @@
 // threads    two warpgroups, 64 rows of the tile each
 #pragma once
 
+#include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
 #include "ptx/wgmma.cuh"
@@ -42,12 +43,18 @@ class MultiplyRole {
   __device__ __forceinline__ bool IsThread0() const { return threadIdx.x % kGroupThreads == 0; }
   __device__ __forceinline__ bool IsLane0() const { return threadIdx.x % kWarpThreads == 0; }
 
-  // The upper half of the tile is all pads: only the stages are handed back.
+  // Tells both blocks of the pair, a lane each: either may copy into the stage of both.
+  __device__ __forceinline__ void ReleaseStage(uint32_t stage) {
+    const uint32_t lane = threadIdx.x % kWarpThreads;
+    if (lane < kPairBlocks) ptx::BarrierArriveAt(AddressOf(shared_.stage_empty, stage), lane);
+  }
+
+  // The consumer's half of the tile is all pads: only the stages are handed back.
   __device__ __forceinline__ void Skip(int num_k_blocks) {
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
       ptx::BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
-      if (IsLane0()) ptx::BarrierArrive(AddressOf(shared_.stage_empty, stage_.index));
+      ReleaseStage(stage_.index);
       stage_.Advance();
     }
   }
@@ -73,13 +80,13 @@ class MultiplyRole {
       ptx::PinRegisters(acc_);
       ptx::WgmmaWait<1>();
       // The products of the block before are complete in this warp.
-      if (k > 0 && IsLane0()) ptx::BarrierArrive(AddressOf(shared_.stage_empty, previous));
+      if (k > 0) ReleaseStage(previous);
       previous = stage_.index;
       stage_.Advance();
     }
     ptx::WgmmaWait<0>();
     ptx::PinRegisters(acc_);
-    if (IsLane0()) ptx::BarrierArrive(AddressOf(shared_.stage_empty, previous));
+    ReleaseStage(previous);
   }
 
   template <typename Step>

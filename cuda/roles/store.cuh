@@ -8,6 +8,7 @@
 //            that published would wait for its own stores before the next product.
 #pragma once
 
+#include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "ptx/tma.cuh"
 
@@ -51,6 +52,7 @@ class StoreRole {
         previous = AddressOf(shared_.staging_empty[consumer], buffer);
       }
     }
+    if (previous == 0) return;  // no tile
     // The same lane issued every store: elect.sync picks it again while the warp is converged.
     if (ptx::ElectOne()) {
       ptx::StoreWaitRead<0>();

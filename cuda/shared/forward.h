@@ -40,7 +40,7 @@ struct ForwardParams {
   RoutingDims dims;
   int H;
   int I;
-  int num_blocks;  // B of the summation tree
+  int experts_per_block;  // E/B of the summation tree
   uint32_t parts;
   PlanArrays plan;
   ForwardCounters counters;
@@ -54,13 +54,11 @@ struct ForwardParams {
 
 // Row-major bf16 matrices in boxes of 64 columns; see host/forward.cc.
 struct ForwardMaps {
-  CUtensorMap x_rows;  // pool, 128 rows a box
+  CUtensorMap pool;    // 64 rows a box
+  CUtensorMap h;       // 64 rows a box
   CUtensorMap w_gate;  // [E/R H, I] as MN-major chunks, 2 a box
   CUtensorMap w_up;    // likewise
-  CUtensorMap h_out;   // h, 64 rows a box
-  CUtensorMap h_rows;  // h, 128 rows a box
-  CUtensorMap w_down;  // [E/R I, H] as MN-major chunks, 4 a box
-  CUtensorMap o_out;   // pool, 64 rows a box
+  CUtensorMap w_down;  // [E/R I, H], likewise
 };
 
 }  // namespace megamoe
