@@ -138,7 +138,11 @@ def forward_call(
     attributes = _attributes(dims, config, axis_name)
     operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     y, counts, *_ = call(
-        *operands, steps=_step_fields(steps), launches=np.array(launches, np.int64), **attributes
+        *operands,
+        steps=_step_fields(steps),
+        num_blocks=np.int64(dims.num_blocks),
+        launches=np.array(launches, np.int64),
+        **attributes,
     )
     # One source needs no sum, which would be a kernel of its own.
     counts = counts[0] if dims.R == 1 else counts.sum(axis=0, dtype=jnp.int32)

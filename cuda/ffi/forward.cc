@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
 
 #include "ffi/arguments.h"
 #include "ffi/common.h"
@@ -36,14 +37,26 @@ ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attri
                        std::to_string(*ranks) + " GPUs call with backend=\"reference\"");
 }
 
+// B is computed in jax_megamoe/config.py; the kernel's sums are nested for at most 8 blocks.
+bool IsBlockCount(int64_t num_blocks, int64_t experts) {
+  return num_blocks >= 1 && num_blocks <= 8 && (num_blocks & (num_blocks - 1)) == 0 &&
+         experts % num_blocks == 0;
+}
+
 ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx, Weights expert_weight,
                    Bf16Experts w_gate, Bf16Experts w_up, Bf16Experts w_down,
                    ffi::RemainingRets results, ffi::Dictionary attributes) {
   const auto steps = attributes.get<ffi::Span<const int64_t>>("steps");
+  const auto num_blocks = attributes.get<int64_t>("num_blocks");
   const auto launches = attributes.get<ffi::Span<const int64_t>>("launches");
   if (steps.has_error()) return steps.error();
+  if (num_blocks.has_error()) return num_blocks.error();
   if (launches.has_error()) return launches.error();
   const int64_t experts = w_gate.dimensions()[0];
+  if (!IsBlockCount(*num_blocks, experts)) {
+    return Invalid("forward: attribute num_blocks is " + std::to_string(*num_blocks) + " for " +
+                   std::to_string(experts) + " experts; it may be 1, 2, 4 or 8 and divides them");
+  }
   const int64_t routing[3] = {1, expert_idx.dimensions()[0], expert_idx.dimensions()[1]};
   const ffi::ErrorOr<PlanProblem> plan =
       ReadPlanProblem(ffi::Span<const int64_t>(routing, 3), experts, 0, *steps);
@@ -63,6 +76,7 @@ ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx, Weights ex
   call.plan_arrays = *arrays;
   call.H = static_cast<int>(x.dimensions()[1]);
   call.I = static_cast<int>(w_gate.dimensions()[2]);
+  call.num_blocks = static_cast<int>(*num_blocks);
   call.pool_rows = PlanFields(*plan)[3].elements;
   call.x = x.untyped_data();
   call.expert_idx = expert_idx.typed_data();
