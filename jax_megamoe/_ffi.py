@@ -13,15 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
-from jax_megamoe.plan import (
-    Plan,
-    Step,
-    forward_steps,
-    plan_chunks,
-    plan_shapes,
-    plan_sizes,
-)
+from jax_megamoe.config import Dims, MegaMoEConfig
+from jax_megamoe.memory import ArraySize, check_fits, forward_results, plan_results
+from jax_megamoe.plan import Plan, Step, forward_steps
 
 PLAN = "jax_megamoe_plan"
 FORWARD = "jax_megamoe_forward"
@@ -71,7 +65,7 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
       RuntimeError: without the extension.
       ValueError: for dimensions that a plan cannot hold.
     """
-    results = _plan_results(expert_idx, dims, steps)
+    results = _results(expert_idx, plan_results(dims, steps))
     module, reason = extension()
     if module is None:
         raise RuntimeError(reason)
@@ -83,17 +77,6 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
         steps=_step_fields(steps),
     )
     return Plan(*arrays)
-
-
-def _plan_results(like: jax.Array, dims: Dims, steps: Sequence[Step]):
-    """The types of a plan's arrays and of the scratch behind them."""
-    shapes = [*plan_shapes(dims, steps), (plan_chunks(dims), dims.experts_per_rank)]
-    return [_result(like, shape, jnp.int32) for shape in shapes]
-
-
-def _forward_counters(pool_rows: int) -> int:
-    """As NumForwardCounters of cuda/host/forward.cc: 3 claims in 32 words each, 3 flags a tile."""
-    return 3 * 32 + 3 * (pool_rows // TILE_ROWS)
 
 
 def _step_fields(steps: Sequence[Step]) -> np.ndarray:
@@ -123,23 +106,18 @@ def forward_call(
 
     Returns:
       y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert.
+
+    Raises:
+      MemoryError, ValueError: as `memory.check_fits`.
     """
     register()
-    steps = forward_steps(dims)
-    rows = plan_sizes(dims, steps).pool_rows
-    results = [
-        _result(x, (dims.T, dims.H), jnp.bfloat16),
-        *_plan_results(x, dims, steps),
-        _result(x, (rows, dims.H), jnp.bfloat16),
-        _result(x, (rows, dims.I), jnp.bfloat16),
-        _result(x, (_forward_counters(rows),), jnp.int32),
-    ]
-    call = jax.ffi.ffi_call(FORWARD, results)
+    check_fits(dims)
+    call = jax.ffi.ffi_call(FORWARD, _results(x, forward_results(dims)))
     attributes = _attributes(dims, config, axis_name)
     operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     y, counts, *_ = call(
         *operands,
-        steps=_step_fields(steps),
+        steps=_step_fields(forward_steps(dims)),
         num_blocks=np.int64(dims.num_blocks),
         launches=np.array(launches, np.int64),
         **attributes,
@@ -189,6 +167,10 @@ def _operands(
 ) -> list[jax.Array]:
     bf16 = [jnp.asarray(a, jnp.bfloat16) for a in (x, *weights)]
     return [bf16[0], expert_idx, jnp.asarray(expert_weight, jnp.float32), *bf16[1:]]
+
+
+def _results(like: jax.Array, arrays: Sequence[ArraySize]):
+    return [_result(like, array.shape, array.dtype) for array in arrays]
 
 
 def _result(like: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike):

@@ -20,13 +20,6 @@ using Ids = ffi::Buffer<ffi::S32, 2>;
 using Weights = ffi::Buffer<ffi::F32, 2>;
 using Bf16Experts = ffi::Buffer<ffi::BF16, 3>;
 
-template <typename Buffer>
-ffi::ErrorOr<void*> ResultData(ffi::RemainingRets& results, int i) {
-  const auto result = results.get<Buffer>(i);
-  if (result.has_error()) return result.error();
-  return (*result)->untyped_data();
-}
-
 // Before anything is launched, on every rank alike: no peer is left waiting.
 ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
   const ffi::ErrorOr<int64_t> ranks = attributes.get<int64_t>("R");
@@ -63,21 +56,26 @@ ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx, Weights ex
   if (plan.has_error()) return plan.error();
   const ffi::ErrorOr<PlanArrays> arrays = ReadPlanArrays(*plan, results, 1);
   if (arrays.has_error()) return arrays.error();
-  const ffi::ErrorOr<void*> y = ResultData<Bf16Matrix>(results, 0);
-  const ffi::ErrorOr<void*> pool = ResultData<Bf16Matrix>(results, kNumPlanResults + 1);
-  const ffi::ErrorOr<void*> h = ResultData<Bf16Matrix>(results, kNumPlanResults + 2);
+  const int64_t T = routing[1];
+  const int64_t H = x.dimensions()[1];
+  const int64_t I = w_gate.dimensions()[2];
+  const int64_t pool_rows = PlanFields(*plan)[3].elements;
+  constexpr int kFirst = 1 + kNumPlanResults;
+  const ffi::ErrorOr<void*> y = ReadResult<ffi::BF16>(results, 0, "y", T * H);
+  const ffi::ErrorOr<void*> pool = ReadResult<ffi::BF16>(results, kFirst, "pool", pool_rows * H);
+  const ffi::ErrorOr<void*> h = ReadResult<ffi::BF16>(results, kFirst + 1, "h", pool_rows * I);
   const ffi::ErrorOr<void*> counters =
-      ResultData<ffi::Buffer<ffi::S32, 1>>(results, kNumPlanResults + 3);
+      ReadResult<ffi::S32>(results, kFirst + 2, "counters", NumForwardCounters(pool_rows));
   for (const auto* pointer : {&y, &pool, &h, &counters}) {
     if (pointer->has_error()) return pointer->error();
   }
   ForwardCall call = {};
   call.plan = *plan;
   call.plan_arrays = *arrays;
-  call.H = static_cast<int>(x.dimensions()[1]);
-  call.I = static_cast<int>(w_gate.dimensions()[2]);
+  call.H = static_cast<int>(H);
+  call.I = static_cast<int>(I);
   call.num_blocks = static_cast<int>(*num_blocks);
-  call.pool_rows = PlanFields(*plan)[3].elements;
+  call.pool_rows = pool_rows;
   call.x = x.untyped_data();
   call.expert_idx = expert_idx.typed_data();
   call.expert_weight = expert_weight.typed_data();
