@@ -36,6 +36,20 @@ bool IsBlockCount(int64_t num_blocks, int64_t experts) {
          experts % num_blocks == 0;
 }
 
+#ifdef MEGAMOE_DELAYS
+// Fills every result with 0xff, NaN in bf16: who reads what this call has not written is found.
+ffi::Error Poison(cudaStream_t stream, const ffi::RemainingRets& results) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto result = results.get<ffi::AnyBuffer>(i);
+    if (result.has_error()) return result.error();
+    const cudaError_t error =
+        cudaMemsetAsync((*result)->untyped_data(), 0xff, (*result)->size_bytes(), stream);
+    if (error != cudaSuccess) return FromCuda({error, "cudaMemsetAsync"});
+  }
+  return ffi::Error::Success();
+}
+#endif
+
 ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx, Weights expert_weight,
                    Bf16Experts w_gate, Bf16Experts w_up, Bf16Experts w_down,
                    ffi::RemainingRets results, ffi::Dictionary attributes) {
@@ -69,6 +83,9 @@ ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx, Weights ex
   for (const auto* pointer : {&y, &pool, &h, &counters}) {
     if (pointer->has_error()) return pointer->error();
   }
+#ifdef MEGAMOE_DELAYS
+  if (ffi::Error error = Poison(stream, results); error.failure()) return error;
+#endif
   ForwardCall call = {};
   call.plan = *plan;
   call.plan_arrays = *arrays;

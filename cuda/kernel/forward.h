@@ -3,6 +3,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+#include <vector>
+
 #include "shared/cuda_status.h"
 #include "shared/forward.h"
 
@@ -15,5 +18,12 @@ CudaStatus LoadForward();
 // number of them resident.
 CudaStatus LaunchForward(cudaStream_t stream, int num_blocks, const ForwardMaps& maps,
                          const ForwardParams& params);
+
+#ifdef MEGAMOE_DELAYS
+// Waits for the current device and sets the seed of the delays of later calls, 0 for none.
+CudaStatus SetDelaySeed(uint32_t seed);
+// The long delays at each site (pipeline/delay.cuh) since the seed was set.
+CudaStatus CountDelays(std::vector<uint32_t>* delays);
+#endif
 
 }  // namespace megamoe

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jax_megamoe import _ffi, mega_moe, memory, memory_plan
@@ -142,9 +141,3 @@ def test_without_a_device_or_a_limit_nothing_is_refused(monkeypatch: pytest.Monk
     memory.check_fits(DIMS)
     monkeypatch.setattr(memory, "_cuda_memory_stats", lambda: [{}, {"bytes_in_use": 5}])
     memory.check_fits(DIMS)
-
-
-def test_sizes_of_numpy_are_sizes() -> None:
-    unchecked = getattr(memory_plan, "__wrapped__", memory_plan)
-    sizes = {letter: np.int32(size) for letter, size in SIZES.items()}
-    assert unchecked(**sizes) == memory_plan(**SIZES)
