@@ -5,6 +5,7 @@ Lowering a call needs neither a GPU nor the extension module; running one needs 
 
 import functools
 import importlib
+import os
 import threading
 from collections.abc import Sequence
 from types import ModuleType
@@ -30,9 +31,13 @@ UNFUSED = (1, 2, 4, 8)
 
 @functools.cache
 def extension() -> tuple[ModuleType | None, str]:
-    """The extension module and "", or None and why there is none. Creates no CUDA context."""
+    """The extension module and "", or None and why there is none. Creates no CUDA context.
+
+    JAX_MEGAMOE_EXTENSION names another build of it than "_cuda"; a test build is one.
+    """
+    name = os.environ.get("JAX_MEGAMOE_EXTENSION", "_cuda")
     try:
-        return importlib.import_module("jax_megamoe._cuda"), ""
+        return importlib.import_module(f"jax_megamoe.{name}"), ""
     except ImportError as error:
         return None, f"the CUDA part of jax_megamoe is not in this installation ({error})"
 
