@@ -66,4 +66,4 @@ def _rows_wrong(y: jax.Array, sums: jax.Array) -> Any:
 
 
 def _scales(hidden: int) -> jax.Array:
-    return jnp.asarray(np.resize(np.float32(COLUMN_SCALES), hidden))
+    return jnp.asarray(np.resize(np.asarray(COLUMN_SCALES, np.float32), hidden))

@@ -1,4 +1,4 @@
-"""The device's oracle is right by the reference backend, and finds a wrong row and a wrong column."""
+"""The device's oracle is right by the reference backend, and finds every kind of fault."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -16,6 +16,7 @@ from tests.forward import SIZES, dims_of, forward, launched, operands, random_ba
 
 pytestmark = pytest.mark.gpu
 
+
 def poison_free_memory() -> None:
     """Leaves most of the free device memory full of NaN, for the next call's pools."""
     stats = jax.devices()[0].memory_stats() or {}
