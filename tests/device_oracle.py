@@ -48,7 +48,7 @@ def _build(tokens: int, tags: jax.Array, hidden: int, intermediate: int) -> list
         iota(jnp.int32, shape_up, 2) == intermediate - 1
     )
     last_down = iota(jnp.int32, shape_down, 1) == intermediate - 1
-    answers = tags[:, None, None] * _scales(hidden)[None, None, :] / 32
+    answers = tags[:, None, None] * scales(hidden)[None, None, :] / 32
     last_x = iota(jnp.int32, (tokens, hidden), 1) == hidden - 1
     arrays = [
         jnp.where(last_x, 1.0, 0.0),
@@ -61,9 +61,10 @@ def _build(tokens: int, tags: jax.Array, hidden: int, intermediate: int) -> list
 
 @jax.jit
 def _rows_wrong(y: jax.Array, sums: jax.Array) -> Any:
-    right = (sums[:, None] * _scales(y.shape[1])[None, :]).astype(y.dtype)
+    right = (sums[:, None] * scales(y.shape[1])[None, :]).astype(y.dtype)
     return jnp.any(y != right, axis=1)
 
 
-def _scales(hidden: int) -> jax.Array:
+def scales(hidden: int) -> jax.Array:
+    """float32 [H]: the factor of each column of y."""
     return jnp.asarray(np.resize(np.asarray(COLUMN_SCALES, np.float32), hidden))
