@@ -41,6 +41,7 @@ test: env ## the tests that need no GPU; ARGS="-k name"
 	'$(PY)' -m pytest $(ARGS)
 
 .PHONY: test-gpu
+test-gpu: DELAYS := ON
 test-gpu: need-hopper extension ## the GPU tests; no skip passes; GPUS=n declares n GPUs
 	JAX_MEGAMOE_GPUS=$(GPUS) '$(PY)' -m pytest -m gpu $(ARGS)
 
@@ -76,8 +77,9 @@ compile: env ## every kernel for sm_90a: registers, shared memory; fails on spil
 	'$(PY)' cuda/compile_lane.py $(ARGS)
 
 .PHONY: build
-build: env ## the extension, with CMake and nvcc, placed beside the package
-	cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE='$(PY)'
+build: env ## the extension, with CMake and nvcc, placed beside the package; DELAYS=ON: the test build too
+	cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE='$(PY)' \
+		-DMEGAMOE_DELAYS=$(or $(DELAYS),OFF)
 	cmake --build build
 	@ls jax_megamoe/*.so
 

@@ -1,6 +1,8 @@
 """Fused mixture-of-experts layers for JAX on NVIDIA Hopper."""
 
 from jax_megamoe.config import MegaMoEConfig as MegaMoEConfig
+from jax_megamoe.memory import MemoryPlan as MemoryPlan
+from jax_megamoe.memory import memory_plan as memory_plan
 from jax_megamoe.ops import mega_moe as mega_moe
 from jax_megamoe.router import Routing as Routing
 from jax_megamoe.router import route as route

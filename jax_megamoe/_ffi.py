@@ -5,6 +5,7 @@ Lowering a call needs neither a GPU nor the extension module; running one needs 
 
 import functools
 import importlib
+import os
 import threading
 from collections.abc import Sequence
 from types import ModuleType
@@ -13,16 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
-from jax_megamoe.plan import (
-    Plan,
-    Step,
-    ceil_div,
-    forward_steps,
-    plan_chunks,
-    plan_shapes,
-    plan_sizes,
-)
+from jax_megamoe.config import Dims, MegaMoEConfig
+from jax_megamoe.memory import ArraySize, check_fits, forward_results, plan_results, trace_result
+from jax_megamoe.plan import Plan, Step, forward_steps
 
 PLAN = "jax_megamoe_plan"
 FORWARD = "jax_megamoe_forward"
@@ -37,9 +31,13 @@ UNFUSED = (1, 2, 4, 8)
 
 @functools.cache
 def extension() -> tuple[ModuleType | None, str]:
-    """The extension module and "", or None and why there is none. Creates no CUDA context."""
+    """The extension module and "", or None and why there is none. Creates no CUDA context.
+
+    JAX_MEGAMOE_EXTENSION names another build of it than "_cuda"; a test build is one.
+    """
+    name = os.environ.get("JAX_MEGAMOE_EXTENSION", "_cuda")
     try:
-        return importlib.import_module("jax_megamoe._cuda"), ""
+        return importlib.import_module(f"jax_megamoe.{name}"), ""
     except ImportError as error:
         return None, f"the CUDA part of jax_megamoe is not in this installation ({error})"
 
@@ -72,7 +70,7 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
       RuntimeError: without the extension.
       ValueError: for dimensions that a plan cannot hold.
     """
-    results = _plan_results(expert_idx, dims, steps)
+    results = _results(expert_idx, plan_results(dims, steps))
     module, reason = extension()
     if module is None:
         raise RuntimeError(reason)
@@ -84,27 +82,6 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
         steps=_step_fields(steps),
     )
     return Plan(*arrays)
-
-
-def _plan_results(like: jax.Array, dims: Dims, steps: Sequence[Step]):
-    """The types of a plan's arrays and of the scratch behind them."""
-    shapes = [*plan_shapes(dims, steps), (plan_chunks(dims), dims.experts_per_rank)]
-    return [_result(like, shape, jnp.int32) for shape in shapes]
-
-
-def _forward_counters(pool_rows: int) -> int:
-    """As NumForwardCounters of cuda/host/forward.cc: 3 claims in 32 words each, 3 flags a tile."""
-    return 3 * 32 + 3 * (pool_rows // TILE_ROWS)
-
-
-def _trace_rows(dims: Dims, steps: Sequence[Step]) -> int:
-    """A header, two records an item, one a pool row and one a piece of a route's sum.
-
-    More than the roles write: they move and sum several rows at a time.
-    """
-    sizes = plan_sizes(dims, steps)
-    pieces = dims.T * dims.K * ceil_div(dims.H, 256)
-    return 1 + 2 * sizes.items + sizes.pool_rows + pieces
 
 
 def _step_fields(steps: Sequence[Step]) -> np.ndarray:
@@ -137,24 +114,24 @@ def forward_call(
     Returns:
       y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert; with trace
       also the TraceRecords of cuda/shared/trace.h, int32 [1 + capacity, 4].
+
+    Raises:
+      MemoryError, ValueError: as `memory.check_fits`.
     """
     register()
-    steps = forward_steps(dims)
-    rows = plan_sizes(dims, steps).pool_rows
-    results = [
-        _result(x, (dims.T, dims.H), jnp.bfloat16),
-        *_plan_results(x, dims, steps),
-        _result(x, (rows, dims.H), jnp.bfloat16),
-        _result(x, (rows, dims.I), jnp.bfloat16),
-        _result(x, (_forward_counters(rows),), jnp.int32),
-    ]
+    check_fits(dims)
+    results = forward_results(dims)
     if trace:
-        results.append(_result(x, (_trace_rows(dims, steps), 4), jnp.int32))
-    call = jax.ffi.ffi_call(FORWARD, results)
+        results.append(trace_result(dims))
+    call = jax.ffi.ffi_call(FORWARD, _results(x, results))
     attributes = _attributes(dims, config, axis_name)
     operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     y, counts, *rest = call(
-        *operands, steps=_step_fields(steps), launches=np.array(launches, np.int64), **attributes
+        *operands,
+        steps=_step_fields(forward_steps(dims)),
+        num_blocks=np.int64(dims.num_blocks),
+        launches=np.array(launches, np.int64),
+        **attributes,
     )
     # One source needs no sum, which would be a kernel of its own.
     counts = counts[0] if dims.R == 1 else counts.sum(axis=0, dtype=jnp.int32)
@@ -201,6 +178,10 @@ def _operands(
 ) -> list[jax.Array]:
     bf16 = [jnp.asarray(a, jnp.bfloat16) for a in (x, *weights)]
     return [bf16[0], expert_idx, jnp.asarray(expert_weight, jnp.float32), *bf16[1:]]
+
+
+def _results(like: jax.Array, arrays: Sequence[ArraySize]):
+    return [_result(like, array.shape, array.dtype) for array in arrays]
 
 
 def _result(like: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,12 +18,35 @@ def run_python(program: str, *args: str, **environment: str) -> subprocess.Compl
         "PYTHONPATH": str(ROOT),
         **environment,
     }
+    return _run([sys.executable, "-c", program, *args], env, timeout_s=120)
+
+
+def run_on_gpu(
+    *arguments: str, under: Sequence[str] = (), timeout_s: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments on the GPU, beside the memory that this process holds.
+
+    under: a command that runs it, such as a checker with its options.
+    """
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cuda,cpu",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "PYTHONPATH": str(ROOT),
+        **environment,
+    }
+    return _run([*under, sys.executable, *arguments], env, timeout_s)
+
+
+def _run(
+    command: Sequence[str], env: dict[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program, *args],
+        command,
         cwd=ROOT,
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout_s,
         check=False,
     )

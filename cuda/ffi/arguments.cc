@@ -54,15 +54,10 @@ ffi::ErrorOr<PlanArrays> ReadPlanArrays(const PlanProblem& problem, ffi::Remaini
   }
   void* pointers[kNumPlanResults];
   for (int i = 0; i < kNumPlanResults; ++i) {
-    const auto result = results.get<ffi::Buffer<ffi::S32>>(first + i);
-    if (result.has_error()) return result.error();
-    const int64_t elements = (*result)->element_count();
-    if (elements != fields[i].elements) {
-      return Invalid(std::string("plan: result ") + fields[i].name + " has " +
-                     std::to_string(elements) + " elements, the kernel writes " +
-                     std::to_string(fields[i].elements));
-    }
-    pointers[i] = (*result)->untyped_data();
+    const ffi::ErrorOr<void*> data =
+        ReadResult<ffi::S32>(results, first + i, fields[i].name, fields[i].elements);
+    if (data.has_error()) return data.error();
+    pointers[i] = *data;
   }
   const auto ints = [&](int i) { return static_cast<int32_t*>(pointers[i]); };
   return PlanArrays{ints(0),

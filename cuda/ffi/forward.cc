@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
 
 #include "ffi/arguments.h"
 #include "ffi/common.h"
@@ -18,13 +19,6 @@ using Bf16Matrix = ffi::Buffer<ffi::BF16, 2>;
 using Ids = ffi::Buffer<ffi::S32, 2>;
 using Weights = ffi::Buffer<ffi::F32, 2>;
 using Bf16Experts = ffi::Buffer<ffi::BF16, 3>;
-
-template <typename Buffer>
-ffi::ErrorOr<void*> ResultData(ffi::RemainingRets& results, int i) {
-  const auto result = results.get<Buffer>(i);
-  if (result.has_error()) return result.error();
-  return (*result)->untyped_data();
-}
 
 // The trace is an extra last result, int32 [1 + records, 4], which most calls do not ask for.
 ffi::ErrorOr<TraceBuffer> ReadTrace(ffi::RemainingRets& results, size_t i) {
@@ -49,36 +43,71 @@ ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attri
                        std::to_string(*ranks) + " GPUs call with backend=\"reference\"");
 }
 
+// B is computed in jax_megamoe/config.py; the kernel walks a tree of at most 8 blocks.
+bool IsBlockCount(int64_t num_blocks, int64_t experts) {
+  return num_blocks >= 1 && num_blocks <= 8 && (num_blocks & (num_blocks - 1)) == 0 &&
+         experts % num_blocks == 0;
+}
+
+#ifdef MEGAMOE_DELAYS
+// Fills every result with 0xff, NaN in bf16: who reads what this call has not written is found.
+ffi::Error Poison(cudaStream_t stream, const ffi::RemainingRets& results) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto result = results.get<ffi::AnyBuffer>(i);
+    if (result.has_error()) return result.error();
+    const cudaError_t error =
+        cudaMemsetAsync((*result)->untyped_data(), 0xff, (*result)->size_bytes(), stream);
+    if (error != cudaSuccess) return FromCuda({error, "cudaMemsetAsync"});
+  }
+  return ffi::Error::Success();
+}
+#endif
+
 ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx, Weights expert_weight,
                    Bf16Experts w_gate, Bf16Experts w_up, Bf16Experts w_down,
                    ffi::RemainingRets results, ffi::Dictionary attributes) {
   const auto steps = attributes.get<ffi::Span<const int64_t>>("steps");
+  const auto num_blocks = attributes.get<int64_t>("num_blocks");
   const auto launches = attributes.get<ffi::Span<const int64_t>>("launches");
   if (steps.has_error()) return steps.error();
+  if (num_blocks.has_error()) return num_blocks.error();
   if (launches.has_error()) return launches.error();
   const int64_t experts = w_gate.dimensions()[0];
+  if (!IsBlockCount(*num_blocks, experts)) {
+    return Invalid("forward: attribute num_blocks is " + std::to_string(*num_blocks) + " for " +
+                   std::to_string(experts) + " experts; it may be 1, 2, 4 or 8 and divides them");
+  }
   const int64_t routing[3] = {1, expert_idx.dimensions()[0], expert_idx.dimensions()[1]};
   const ffi::ErrorOr<PlanProblem> plan =
       ReadPlanProblem(ffi::Span<const int64_t>(routing, 3), experts, 0, *steps);
   if (plan.has_error()) return plan.error();
   const ffi::ErrorOr<PlanArrays> arrays = ReadPlanArrays(*plan, results, 1);
   if (arrays.has_error()) return arrays.error();
-  const ffi::ErrorOr<void*> y = ResultData<Bf16Matrix>(results, 0);
-  const ffi::ErrorOr<void*> pool = ResultData<Bf16Matrix>(results, kNumPlanResults + 1);
-  const ffi::ErrorOr<void*> h = ResultData<Bf16Matrix>(results, kNumPlanResults + 2);
+  const int64_t T = routing[1];
+  const int64_t H = x.dimensions()[1];
+  const int64_t I = w_gate.dimensions()[2];
+  const int64_t pool_rows = PlanFields(*plan)[3].elements;
+  constexpr int kFirst = 1 + kNumPlanResults;
+  const ffi::ErrorOr<void*> y = ReadResult<ffi::BF16>(results, 0, "y", T * H);
+  const ffi::ErrorOr<void*> pool = ReadResult<ffi::BF16>(results, kFirst, "pool", pool_rows * H);
+  const ffi::ErrorOr<void*> h = ReadResult<ffi::BF16>(results, kFirst + 1, "h", pool_rows * I);
   const ffi::ErrorOr<void*> counters =
-      ResultData<ffi::Buffer<ffi::S32, 1>>(results, kNumPlanResults + 3);
+      ReadResult<ffi::S32>(results, kFirst + 2, "counters", NumForwardCounters(pool_rows));
   for (const auto* pointer : {&y, &pool, &h, &counters}) {
     if (pointer->has_error()) return pointer->error();
   }
   const ffi::ErrorOr<TraceBuffer> trace = ReadTrace(results, kNumPlanResults + 4);
   if (trace.has_error()) return trace.error();
+#ifdef MEGAMOE_DELAYS
+  if (ffi::Error error = Poison(stream, results); error.failure()) return error;
+#endif
   ForwardCall call = {};
   call.plan = *plan;
   call.plan_arrays = *arrays;
-  call.H = static_cast<int>(x.dimensions()[1]);
-  call.I = static_cast<int>(w_gate.dimensions()[2]);
-  call.pool_rows = PlanFields(*plan)[3].elements;
+  call.H = static_cast<int>(H);
+  call.I = static_cast<int>(I);
+  call.num_blocks = static_cast<int>(*num_blocks);
+  call.pool_rows = pool_rows;
   call.x = x.untyped_data();
   call.expert_idx = expert_idx.typed_data();
   call.expert_weight = expert_weight.typed_data();

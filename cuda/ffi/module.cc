@@ -1,27 +1,73 @@
 // The Python module jax_megamoe._cuda. Importing it touches no device.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "comm/hold.h"
 #include "ffi/handlers.h"
 #include "host/fault.h"
+#include "kernel/forward.h"
 
 namespace nb = nanobind;
 
-NB_MODULE(_cuda, m) {
-  m.def(
-      "registrations",
-      [] {
-        nb::dict targets;
-        for (const auto& group :
-             {megamoe::LayerRegistrations(), megamoe::WaitProbeRegistrations()}) {
-          for (const megamoe::Registration& r : group) {
-            if (!targets.contains(r.target)) targets[r.target] = nb::dict();
-            nb::cast<nb::dict>(targets[r.target])[r.stage] =
-                nb::capsule(reinterpret_cast<void*>(r.handler));
-          }
-        }
-        return targets;
-      },
-      "{target: {stage: capsule}}, as jax.ffi.register_ffi_target takes them.");
+namespace {
+
+nb::dict Registrations() {
+  nb::dict targets;
+  for (const auto& group : {megamoe::LayerRegistrations(), megamoe::WaitProbeRegistrations()}) {
+    for (const megamoe::Registration& r : group) {
+      if (!targets.contains(r.target)) targets[r.target] = nb::dict();
+      nb::cast<nb::dict>(targets[r.target])[r.stage] =
+          nb::capsule(reinterpret_cast<void*>(r.handler));
+    }
+  }
+  return targets;
+}
+
+void RaiseIfFailed(const megamoe::CudaStatus& status) {
+  if (!status.ok()) throw std::runtime_error("jax_megamoe: " + status.text());
+}
+
+void Hold(int count, double deadline_s) {
+  RaiseIfFailed(megamoe::HoldMultiprocessors(count, static_cast<uint64_t>(deadline_s * 1e9)));
+}
+
+int Release() {
+  int count = 0;
+  RaiseIfFailed(megamoe::ReleaseMultiprocessors(&count));
+  return count;
+}
+
+#ifdef MEGAMOE_DELAYS
+void SetDelaySeed(uint32_t seed) { RaiseIfFailed(megamoe::SetDelaySeed(seed)); }
+
+std::vector<uint32_t> CountDelays() {
+  std::vector<uint32_t> delays;
+  RaiseIfFailed(megamoe::CountDelays(&delays));
+  return delays;
+}
+#endif
+
+}  // namespace
+
+NB_MODULE(MEGAMOE_MODULE, m) {
+  m.def("registrations", Registrations,
+        "{target: {stage: capsule}}, as jax.ffi.register_ffi_target takes them.");
   m.def("abort_waits", &megamoe::AbortWaits, nb::arg("device"),
         "Makes every wait of the calls enqueued so far on a device give up.");
+  m.def("hold_multiprocessors", Hold, nb::arg("count"), nb::arg("deadline_s"),
+        nb::call_guard<nb::gil_scoped_release>(),
+        "For tests: keeps that many multiprocessors of the current device from the kernels, until "
+        "they are released or the deadline has passed. Returns when it has them.");
+  m.def("release_multiprocessors", Release, nb::call_guard<nb::gil_scoped_release>(),
+        "Ends the hold; returns how many multiprocessors were held until now.");
+#ifdef MEGAMOE_DELAYS
+  m.def("set_delay_seed", SetDelaySeed, nb::arg("seed"),
+        "The delays of later calls on the current device, see cuda/pipeline/delay.cuh; 0: none.");
+  m.def("count_delays", CountDelays,
+        "Long delays of the load, store, dispatch, multiply and combine roles, since the seed.");
+#endif
 }

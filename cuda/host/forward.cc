@@ -36,13 +36,6 @@ CudaStatus MakeMaps(const ForwardCall& c, ForwardMaps* maps) {
   return {};
 }
 
-// B of the summation tree: the largest of 8, 4, 2, 1 that divides E.
-int NumBlocks(int experts) {
-  int blocks = 8;
-  while (experts % blocks != 0) blocks /= 2;
-  return blocks;
-}
-
 CudaStatus NumMultiprocessors(int* count) {
   int device = 0;
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
@@ -76,7 +69,7 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c, const int64_t* 
   params.dims = c.plan.dims;
   params.H = c.H;
   params.I = c.I;
-  params.experts_per_block = c.plan.dims.E / NumBlocks(c.plan.dims.E);
+  params.experts_per_block = c.plan.dims.E / c.num_blocks;
   params.plan = c.plan_arrays;
   params.counters = CountersAt(c.counters, c.pool_rows);
   params.expert_idx = c.expert_idx;

@@ -17,6 +17,7 @@ struct ForwardCall {
   PlanArrays plan_arrays;
   int H;
   int I;
+  int num_blocks;  // B of the summation tree
   int64_t pool_rows;
   const void* x;               // [T, H] bf16
   const int32_t* expert_idx;   // [T, K]

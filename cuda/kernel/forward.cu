@@ -1,6 +1,7 @@
 // The forward of the layer in one persistent kernel.
 #include "kernel/forward.h"
 #include "kernel/forward_steps.cuh"
+#include "pipeline/delay.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "roles/combine.cuh"
 #include "roles/dispatch.cuh"
@@ -103,5 +104,24 @@ CudaStatus LaunchForward(cudaStream_t stream, int num_multiprocessors, const For
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, ForwardKernel, maps, params));
   return {};
 }
+
+#ifdef MEGAMOE_DELAYS
+CudaStatus SetDelaySeed(uint32_t seed) {
+  const uint32_t none[kNumDelaySites] = {};
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaDeviceSynchronize());
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemcpyToSymbol(num_delays, none, sizeof(none)));
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemcpyToSymbol(delay_seed, &seed, sizeof(seed)));
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaDeviceSynchronize());
+  return {};
+}
+
+CudaStatus CountDelays(std::vector<uint32_t>* delays) {
+  delays->resize(kNumDelaySites);
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaDeviceSynchronize());
+  MEGAMOE_RETURN_IF_CUDA_ERROR(
+      cudaMemcpyFromSymbol(delays->data(), num_delays, kNumDelaySites * sizeof(uint32_t)));
+  return {};
+}
+#endif
 
 }  // namespace megamoe

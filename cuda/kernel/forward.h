@@ -3,6 +3,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+#include <vector>
+
 #include "shared/cuda_status.h"
 #include "shared/forward.h"
 
@@ -16,5 +19,12 @@ CudaStatus LoadForward();
 // ended, see shared/launch.h.
 CudaStatus LaunchForward(cudaStream_t stream, int num_multiprocessors, const ForwardMaps& maps,
                          const ForwardParams& params, bool starts_early);
+
+#ifdef MEGAMOE_DELAYS
+// Waits for the current device and sets the seed of the delays of later calls, 0 for none.
+CudaStatus SetDelaySeed(uint32_t seed);
+// The long delays at each site (pipeline/delay.cuh) since the seed was set.
+CudaStatus CountDelays(std::vector<uint32_t>* delays);
+#endif
 
 }  // namespace megamoe

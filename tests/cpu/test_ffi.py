@@ -50,6 +50,7 @@ def test_forward_lowers_to_one_custom_call_with_its_dimensions() -> None:
     assert text.count("@jax_megamoe_forward") == 1
     for name in ("T", "K", "E", "R", "H", "I"):
         assert f"{name} = {getattr(DIMS, name)} : i64" in text
+    assert f"num_blocks = {DIMS.num_blocks} : i64" in text
     assert 'precision = "bf16"' in text and "has_side_effect" not in text
 
 

@@ -32,7 +32,7 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
 
 # Modules of jax_megamoe by which others they may import. Nothing imports the package itself, which
 # re-exports, nor the doctor, which reports.
-_LEAVES = {"config", "validation", "_guard", "_ids", "plan", "reference", "_ffi"}
+_LEAVES = {"config", "validation", "_guard", "_ids", "plan", "memory", "reference", "_ffi"}
 _CALL = _LEAVES | {"ops", "sharding"}
 _MODULES = _CALL | {"router", "nnx", "linen"}
 PYTHON_MAY_IMPORT: dict[str, set[str]] = {
@@ -42,8 +42,9 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "_ids": set(),
     "plan": {"config"},
     "plan_check": {"config", "plan"},
+    "memory": {"config", "plan", "validation"},
     "reference": {"config"},
-    "_ffi": {"config", "plan"},
+    "_ffi": {"config", "plan", "memory"},
     "router": {"config", "validation"},
     "ops": _LEAVES,
     "sharding": _LEAVES | {"ops"},

@@ -13,54 +13,9 @@ from jax_megamoe.config import Dims, MegaMoEConfig
 from jax_megamoe.plan import forward_steps, make_plan
 from tests import cases, compare
 from tests.cases import BF16, F32, ROUTINGS, Batch
+from tests.forward import SIZES, dims_of, forward, launched, operands, random_batch
 
 pytestmark = pytest.mark.gpu
-
-# T, K, E, H, I: one tile and many, one column tile and many, half tiles, more routes than a batch.
-SIZES = (
-    (1, 1, 1, 64, 64),
-    (5, 8, 16, 64, 64),
-    (200, 2, 8, 128, 128),
-    (777, 3, 8, 256, 192),
-    (1000, 4, 4, 320, 64),
-    (2048, 8, 128, 512, 256),
-    (600, 32, 64, 448, 320),
-    (300, 2, 6, 2112, 128),
-)
-
-
-@functools.partial(jax.jit, static_argnames=("options",))
-def forward(*arrays: Any, options: tuple[tuple[str, Any], ...] = ()) -> Any:
-    return mega_moe(*arrays, backend="cuda", return_counts=True, **dict(options))
-
-
-@functools.partial(jax.jit, static_argnames=("dims", "launches"))
-def launched(*arrays: Any, dims: Dims, launches: tuple[int, ...]) -> Any:
-    config = MegaMoEConfig(backend="cuda")
-    return _ffi.forward_call(*arrays, dims=dims, config=config, axis_name=None, launches=launches)
-
-
-def dims_of(batch: Batch) -> Dims:
-    (tokens, hidden), choices = batch.x.shape, batch.expert_idx.shape[1]
-    experts, _, intermediate = batch.w_gate.shape
-    return Dims(T=tokens, K=choices, E=experts, R=1, H=hidden, I=intermediate)
-
-
-def operands(batch: Batch) -> list[Any]:
-    return [jnp.asarray(a) for a in batch[:6]]
-
-
-def random_batch(size: tuple[int, ...], routing: str, seed: int = 0) -> Batch:
-    tokens, choices, experts, hidden, intermediate = size
-    ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
-    return cases.normal(
-        ids,
-        num_experts=experts,
-        hidden=hidden,
-        intermediate=intermediate,
-        seed=seed,
-        dtype=BF16,
-    )
 
 
 def poison_free_memory() -> None:

@@ -1,0 +1,212 @@
+"""The arrays of one call of the CUDA forward: the one source of their shapes, and of their bytes.
+
+Sizes are Python integers, so nothing wraps before it is compared with what 64 bits hold.
+"""
+
+import dataclasses
+import math
+import operator
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_megamoe.config import INT32_MAX, TILE_ROWS, Dims
+from jax_megamoe.plan import (
+    Plan,
+    Step,
+    ceil_div,
+    forward_steps,
+    plan_chunks,
+    plan_shapes,
+    plan_sizes,
+)
+from jax_megamoe.validation import check_size
+
+INT64_MAX = 2**63 - 1
+# The share of a device that JAX takes: its older name, and the newer one, of which one may be set.
+FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+
+_BF16, _F32, _I32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float32, jnp.int32))
+
+
+class ArraySize(NamedTuple):
+    """One array of a call."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of device memory that one forward call of one rank holds at the same time.
+
+    The workspace is taken and given back by XLA with each program that contains the call; calls in
+    sequence share it. Float32 arguments that are cast on the way in come on top, as does all else
+    that a program keeps.
+
+    Attributes:
+      operands_bytes: x, expert_weight (float32), expert_idx and the rank's weights, in bf16.
+      y_bytes: the result, [T, H] in bf16.
+      plan_bytes: the plan's arrays, int32.
+      pool_bytes: [P, H] in bf16, P at most R T K + 127 E/R: x of each row, later its o.
+      h_bytes: [P, I] in bf16.
+      counters_bytes: the progress of a call.
+    """
+
+    operands_bytes: int
+    y_bytes: int
+    plan_bytes: int
+    pool_bytes: int
+    h_bytes: int
+    counters_bytes: int
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.plan_bytes + self.pool_bytes + self.h_bytes + self.counters_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.operands_bytes + self.y_bytes + self.workspace_bytes
+
+
+def memory_plan(*, T: int, K: int, E: int, H: int, I: int, R: int = 1) -> MemoryPlan:
+    """The device memory of one forward call with backend="cuda", for any routing.
+
+    Args:
+      T: tokens of a rank. K: choices of a token. E: experts of all ranks. H: hidden size.
+      I: intermediate size of an expert. R: ranks.
+
+    Raises:
+      TypeError: a size that is no integer.
+      ValueError: a size outside the kernels' limits, or more bytes than 64 bits hold, naming it.
+    """
+    sizes = {"T": T, "K": K, "E": E, "R": R, "H": H, "I": I}
+    dims = Dims(**{name: operator.index(size) for name, size in sizes.items()})
+    check_size("H", dims.H, INT32_MAX)
+    check_size("I", dims.I, INT32_MAX)
+    return _memory_plan(dims)
+
+
+def _memory_plan(dims: Dims) -> MemoryPlan:
+    y, *plan, pool, h, counters = forward_results(dims)
+    memory = MemoryPlan(
+        operands_bytes=_sum_bytes(forward_operands(dims)),
+        y_bytes=y.num_bytes,
+        plan_bytes=_sum_bytes(plan),
+        pool_bytes=pool.num_bytes,
+        h_bytes=h.num_bytes,
+        counters_bytes=counters.num_bytes,
+    )
+    if memory.total_bytes > INT64_MAX:
+        raise ValueError(
+            f"the forward of {dims} needs {memory.total_bytes} bytes, more than the {INT64_MAX} "
+            f"that 64 bits hold; {_largest(dims)}"
+        )
+    return memory
+
+
+def forward_operands(dims: Dims) -> list[ArraySize]:
+    """The operands of the forward custom call, in their order."""
+    experts = dims.experts_per_rank
+    return [
+        ArraySize("x", (dims.T, dims.H), _BF16),
+        ArraySize("expert_idx", (dims.T, dims.K), _I32),
+        ArraySize("expert_weight", (dims.T, dims.K), _F32),
+        ArraySize("w_gate", (experts, dims.H, dims.I), _BF16),
+        ArraySize("w_up", (experts, dims.H, dims.I), _BF16),
+        ArraySize("w_down", (experts, dims.I, dims.H), _BF16),
+    ]
+
+
+def forward_results(dims: Dims) -> list[ArraySize]:
+    """The results of the forward custom call, in their order; all but y and counts are workspace.
+
+    Raises ValueError as `plan.plan_sizes`.
+    """
+    steps = forward_steps(dims)
+    rows = plan_sizes(dims, steps).pool_rows
+    return [
+        ArraySize("y", (dims.T, dims.H), _BF16),
+        *plan_results(dims, steps),
+        ArraySize("pool", (rows, dims.H), _BF16),
+        ArraySize("h", (rows, dims.I), _BF16),
+        ArraySize("counters", (_num_counters(rows),), _I32),
+    ]
+
+
+def trace_result(dims: Dims) -> ArraySize:
+    """The records of a traced call: a header, two records an item, one a pool row and one a piece of
+    a route's sum. More than the roles write: they move and sum several rows at a time.
+    """
+    sizes = plan_sizes(dims, forward_steps(dims))
+    # An item of the plan is two tiles, and each is recorded.
+    records = 4 * sizes.items + sizes.pool_rows + dims.T * dims.K * ceil_div(dims.H, 256)
+    return ArraySize("trace", (1 + records, 4), _I32)
+
+
+def plan_results(dims: Dims, steps: Sequence[Step]) -> list[ArraySize]:
+    """The arrays of a plan and the scratch behind them."""
+    shapes = plan_shapes(dims, steps)
+    arrays = [ArraySize(*named, _I32) for named in zip(Plan._fields, shapes, strict=True)]
+    scratch = (plan_chunks(dims), dims.experts_per_rank)
+    return [*arrays, ArraySize("chunk_counts", scratch, _I32)]
+
+
+def _num_counters(pool_rows: int) -> int:
+    """As NumForwardCounters of cuda/host/forward.cc: 3 claims in 32 words each, 3 flags a tile."""
+    return 3 * 32 + 3 * (pool_rows // TILE_ROWS)
+
+
+def check_fits(dims: Dims) -> None:
+    """Refuses a forward that no CUDA device of this process can hold, however empty it is.
+
+    Only what is certain is refused: the call's own arrays against all that JAX may ever take from
+    a device. What is free changes until the program runs. Without a CUDA device, or with an
+    allocator that has no limit, nothing is refused.
+
+    Raises:
+      MemoryError: with the bytes needed, the bytes JAX has and has free, and how to give it more.
+      ValueError: as `memory_plan`.
+    """
+    memory = _memory_plan(dims)
+    limits = [stats for stats in _cuda_memory_stats() if "bytes_limit" in stats]
+    if not limits:
+        return
+    stats = max(limits, key=lambda s: s["bytes_limit"])
+    limit = stats["bytes_limit"]
+    if memory.total_bytes > limit:
+        fraction = next(filter(None, map(os.environ.get, FRACTIONS)), "0.75, the default")
+        raise MemoryError(
+            f"jax_megamoe: the forward of {dims} needs {memory.total_bytes} bytes of device "
+            f"memory at once ({memory.workspace_bytes} of workspace); JAX may take {limit} bytes "
+            f"of a device, of which {limit - stats['bytes_in_use']} are free now; "
+            f"{_largest(dims)}. Split the batch, or raise {' or '.join(FRACTIONS)} "
+            f"(now {fraction})"
+        )
+
+
+def _cuda_memory_stats() -> list[dict[str, int]]:
+    """What the allocator of each local CUDA device says; empty without one."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []
+    return [device.memory_stats() or {} for device in devices]
+
+
+def _sum_bytes(arrays: Sequence[ArraySize]) -> int:
+    return sum(array.num_bytes for array in arrays)
+
+
+def _largest(dims: Dims) -> str:
+    array = max(forward_operands(dims) + forward_results(dims), key=lambda a: a.num_bytes)
+    return f"the largest array is {array.name} {list(array.shape)} of {array.num_bytes} bytes"

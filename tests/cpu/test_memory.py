@@ -1,0 +1,143 @@
+"""What a forward asks of memory: the report is the call's own arrays, and too much is refused."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_megamoe import _ffi, mega_moe, memory, memory_plan
+from jax_megamoe.config import Dims, MegaMoEConfig
+
+DIMS = Dims(T=300, K=3, E=12, R=1, H=128, I=64)
+SIZES = {"T": 300, "K": 3, "E": 12, "H": 128, "I": 64}
+
+
+def types(sizes: dict[str, int] = SIZES, float_dtype: Any = jnp.bfloat16) -> list[Any]:
+    T, K, E, H, I = (sizes[letter] for letter in "TKEHI")
+    shapes = ((T, H), (T, K), (T, K), (E, H, I), (E, H, I), (E, I, H))
+    dtypes = [float_dtype] * 6
+    dtypes[1] = jnp.int32
+    return [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]
+
+
+def forward_equation(jaxpr: Any) -> Any:
+    (found,) = [e for e in jaxpr.eqns if e.params.get("target_name") == _ffi.FORWARD]
+    return found
+
+
+def num_bytes(variables: Any) -> int:
+    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
+
+
+@pytest.mark.parametrize("letters", [{}, {"T": 1}, {"E": 7}, {"K": 32}, {"I": 4096}])
+def test_report_is_what_the_call_holds(letters: dict[str, int]) -> None:
+    sizes = SIZES | letters
+
+    def forward(*operands: jax.Array) -> Any:
+        dims = Dims(R=1, **sizes)
+        return _ffi.forward_call(*operands, dims=dims, config=MegaMoEConfig(), axis_name=None)
+
+    equation = forward_equation(jax.make_jaxpr(forward)(*types(sizes)).jaxpr)
+    report = memory_plan(**sizes)
+    y, *plan, pool, h, counters = equation.outvars
+    assert report.operands_bytes == num_bytes(equation.invars)
+    assert report.y_bytes == num_bytes([y])
+    assert report.plan_bytes == num_bytes(plan)
+    assert report.pool_bytes == num_bytes([pool])
+    assert report.h_bytes == num_bytes([h])
+    assert report.counters_bytes == num_bytes([counters])
+    assert report.total_bytes == num_bytes([*equation.invars, *equation.outvars])
+
+
+def test_report_of_a_known_shape() -> None:
+    """T K = 131072 routes of 128 experts: 128 last tiles of one row, the rest in whole tiles."""
+    report = memory_plan(T=16384, K=8, E=128, H=2048, I=768)
+    rows = 128 * (128 + (131072 - 128) // 128)
+    assert report.pool_bytes == rows * 2048 * 2
+    assert report.h_bytes == rows * 768 * 2
+    assert report.operands_bytes == 2 * 16384 * 2048 + 8 * 131072 + 6 * 128 * 2048 * 768
+    parts = (report.plan_bytes, report.pool_bytes, report.h_bytes, report.counters_bytes)
+    assert report.workspace_bytes == sum(parts)
+    assert report.total_bytes == sum(parts) + report.operands_bytes + report.y_bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("tokens", [0, 1, 77, 140_000])
+def test_pool_is_bounded(tokens: int, ranks: int) -> None:
+    report = memory_plan(T=tokens, K=8, E=128, R=ranks, H=64, I=64)
+    rows = report.pool_bytes // (2 * 64)
+    assert rows * 2 * 64 == report.pool_bytes
+    assert rows <= ranks * tokens * 8 + 127 * 128 // ranks
+
+
+def test_more_bytes_than_64_bits_hold_are_refused_by_name() -> None:
+    most = 2**31 - 1
+    with pytest.raises(ValueError, match=rf"64 bits hold; the largest array is w_gate .*{most}"):
+        memory_plan(T=1, K=1, E=512, H=most, I=most)
+
+
+@pytest.mark.parametrize(
+    ("letters", "error", "match"),
+    [
+        ({"K": 33}, ValueError, "K = 33"),
+        ({"E": 513}, ValueError, "E = 513"),
+        ({"R": 3}, ValueError, "R = 3"),
+        ({"T": -1}, ValueError, "T = -1"),
+        ({"H": 0}, ValueError, "H: was 0"),
+        ({"I": 2**31}, ValueError, "I: was 2147483648"),
+        ({"T": 2**31 - 1, "K": 32}, ValueError, "routes R[*]T[*]K"),
+        ({"H": 64.0}, TypeError, "float"),
+    ],
+)
+def test_sizes_are_judged(letters: dict[str, Any], error: type[Exception], match: str) -> None:
+    # Without the annotations' own check, which is switched on in tests only.
+    unchecked = getattr(memory_plan, "__wrapped__", memory_plan)
+    with pytest.raises(error, match=match):
+        unchecked(**SIZES | letters)
+
+
+@pytest.fixture
+def set_limit(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives this process CUDA devices of the given limits, 100 bytes of each in use."""
+
+    def set_limits(*limits: int) -> None:
+        stats = [{"bytes_limit": limit, "bytes_in_use": 100} for limit in limits]
+        monkeypatch.setattr(memory, "_cuda_memory_stats", lambda: stats)
+
+    return set_limits
+
+
+def trace(**options: Any) -> None:
+    jax.eval_shape(lambda *a: mega_moe(*a, **options), *types())
+
+
+def test_what_fits_nowhere_is_refused_while_tracing(set_limit: Any) -> None:
+    report = memory_plan(**SIZES)
+    set_limit(report.total_bytes)
+    trace(backend="cuda")
+    set_limit(report.total_bytes - 1, 5000)
+    numbers = rf"needs {report.total_bytes} bytes .*\({report.workspace_bytes} of workspace\)"
+    limits = rf"take {report.total_bytes - 1} bytes .* {report.total_bytes - 101} are free"
+    with pytest.raises(MemoryError, match=rf"{numbers}.*{limits}.*XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        trace(backend="cuda")
+    trace(backend="reference")
+    set_limit(5000, report.total_bytes)
+    trace(backend="cuda")
+
+
+def test_message_says_what_the_fraction_is(set_limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limit(200)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    for value, text in (("", "0.75, the default"), (".25", ".25")):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", value)
+        with pytest.raises(MemoryError, match=rf"\(now {text}\)"):
+            memory.check_fits(DIMS)
+
+
+def test_without_a_device_or_a_limit_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory._cuda_memory_stats() == []
+    memory.check_fits(DIMS)
+    monkeypatch.setattr(memory, "_cuda_memory_stats", lambda: [{}, {"bytes_in_use": 5}])
+    memory.check_fits(DIMS)

@@ -1,0 +1,74 @@
+"""The CUDA forward as the GPU tests call it: compiled functions, sizes, random batches."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_megamoe import _ffi, mega_moe
+from jax_megamoe.config import Dims, MegaMoEConfig
+from tests import cases
+from tests.cases import BF16, ROUTINGS, Batch
+
+# T, K, E, H, I: one tile and many, one column tile and many, half tiles, more routes than a batch.
+SIZES = (
+    (1, 1, 1, 64, 64),
+    (5, 8, 16, 64, 64),
+    (200, 2, 8, 128, 128),
+    (777, 3, 8, 256, 192),
+    (1000, 4, 4, 320, 64),
+    (2048, 8, 128, 512, 256),
+    (600, 32, 64, 448, 320),
+    (300, 2, 6, 2112, 128),
+)
+
+
+@functools.partial(jax.jit, static_argnames=("options",))
+def forward(*arrays: Any, options: tuple[tuple[str, Any], ...] = ()) -> Any:
+    return mega_moe(*arrays, backend="cuda", return_counts=True, **dict(options))
+
+
+@functools.partial(jax.jit, static_argnames=("dims", "launches"))
+def launched(*arrays: Any, dims: Dims, launches: tuple[int, ...]) -> Any:
+    config = MegaMoEConfig(backend="cuda")
+    return _ffi.forward_call(*arrays, dims=dims, config=config, axis_name=None, launches=launches)
+
+
+def one_rank(*, T: int, K: int, E: int, H: int, I: int) -> Dims:
+    return Dims(T=T, K=K, E=E, R=1, H=H, I=I)
+
+
+def dims_of(batch: Batch) -> Dims:
+    (tokens, hidden), choices = batch.x.shape, batch.expert_idx.shape[1]
+    experts, _, intermediate = batch.w_gate.shape
+    return one_rank(T=tokens, K=choices, E=experts, H=hidden, I=intermediate)
+
+
+def operands(batch: Batch) -> list[Any]:
+    return [jnp.asarray(a) for a in batch[:6]]
+
+
+def random_batch(size: tuple[int, ...], routing: str, seed: int = 0) -> Batch:
+    tokens, choices, experts, hidden, intermediate = size
+    ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
+    return cases.normal(
+        ids,
+        num_experts=experts,
+        hidden=hidden,
+        intermediate=intermediate,
+        seed=seed,
+        dtype=BF16,
+    )
+
+
+@jax.jit
+def bits(y: jax.Array) -> jax.Array:
+    """A bf16 array as uint16, so that equal means equal bits."""
+    return jax.lax.bitcast_convert_type(y, jnp.uint16)
+
+
+@jax.jit
+def num_rows_that_differ(y: jax.Array, want: jax.Array) -> jax.Array:
+    """Rows of y [T, H] in which a bit differs; judged where the arrays are."""
+    return jnp.sum(jnp.any(bits(y) != bits(want), axis=1), dtype=jnp.int32)

@@ -1,0 +1,69 @@
+"""Too little memory, and results of the wrong size, become errors; the process goes on."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from jax_megamoe import _ffi, memory
+from jax_megamoe.config import Dims, MegaMoEConfig
+from tests import compare
+from tests.forward import SIZES, dims_of, forward, operands, random_batch
+from tests.forward_programs import counted
+from tests.process import run_on_gpu
+
+pytestmark = pytest.mark.gpu
+
+
+def test_too_little_memory_is_an_error_and_the_process_goes_on() -> None:
+    """In a process that may take a twentieth of the device, and takes it at once."""
+    result = run_on_gpu(
+        "-m",
+        "tests.forward_programs",
+        "too_large",
+        XLA_PYTHON_CLIENT_MEM_FRACTION=".05",
+        XLA_PYTHON_CLIENT_PREALLOCATE="true",
+    )
+    assert result.returncode == 0, result.stderr
+    found = counted(result.stdout)
+    refused, limit = found["refused"], found["limit"]
+    assert f"JAX may take {limit} bytes of a device" in refused
+    for text in ("bytes of device memory at once", "are free now", "is pool", "(now .05)"):
+        assert text in refused
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in refused
+    assert found["refused_s"] < 5
+    assert "RESOURCE_EXHAUSTED" in found["exhausted"]
+
+
+@pytest.mark.parametrize("name", ["y", "row_slot", "chunk_counts", "pool", "h", "counters"])
+def test_a_result_of_the_wrong_size_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a version of the Python part that does not belong to the extension would ask for."""
+    batch = random_batch(SIZES[3], "distinct")
+    right = memory.forward_results(dims_of(batch))
+    wrong = [
+        a._replace(shape=(a.shape[0] + 1, *a.shape[1:])) if a.name == name else a for a in right
+    ]
+    assert wrong != right
+    want, _ = forward(*operands(batch))
+    monkeypatch.setattr(_ffi, "forward_results", lambda dims: wrong)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT.*result {name} has"):
+        call(batch)
+    monkeypatch.undo()
+    compare.assert_bitwise(call(batch), want, "y")
+
+
+@pytest.mark.parametrize("num_blocks", [0, 3, 16])
+def test_a_wrong_number_of_blocks_is_refused(
+    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Dims, "num_blocks", num_blocks)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"num_blocks is {num_blocks} for 8"):
+        call(random_batch(SIZES[3], "distinct"))
+
+
+def call(batch: Any) -> jax.Array:
+    """y, by a program that is compiled anew."""
+    static = {"dims": dims_of(batch), "config": MegaMoEConfig(), "axis_name": None}
+    return jax.jit(lambda *a: _ffi.forward_call(*a, **static)[0])(
+        *operands(batch)
+    ).block_until_ready()
