@@ -17,6 +17,7 @@ from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
 from jax_megamoe.plan import (
     Plan,
     Step,
+    ceil_div,
     forward_steps,
     plan_chunks,
     plan_shapes,
@@ -96,6 +97,16 @@ def _forward_counters(pool_rows: int) -> int:
     return 3 * 32 + 3 * (pool_rows // TILE_ROWS)
 
 
+def _trace_rows(dims: Dims, steps: Sequence[Step]) -> int:
+    """A header, two records an item, one a pool row and one a piece of a route's sum.
+
+    More than the roles write: they move and sum several rows at a time.
+    """
+    sizes = plan_sizes(dims, steps)
+    pieces = dims.T * dims.K * ceil_div(dims.H, 256)
+    return 1 + 2 * sizes.items + sizes.pool_rows + pieces
+
+
 def _step_fields(steps: Sequence[Step]) -> np.ndarray:
     fields = [(step.tiles_m or 0, step.tiles_n, step.lag) for step in steps]
     return np.array(fields, np.int64).reshape(-1)
@@ -113,16 +124,19 @@ def forward_call(
     config: MegaMoEConfig,
     axis_name: AxisName,
     launches: Sequence[int] = FUSED,
-) -> tuple[jax.Array, jax.Array]:
+    trace: bool = False,
+) -> tuple[jax.Array, ...]:
     """The forward custom call of one rank.
 
     Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight to float32.
       axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
       launches: the parts that each launch of the kernel does, see cuda/shared/forward.h; UNFUSED
         does the same work one part at a time.
+      trace: also records when each piece of the work ran.
 
     Returns:
-      y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert.
+      y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert; with trace
+      also the TraceRecords of cuda/shared/trace.h, int32 [1 + capacity, 4].
     """
     register()
     steps = forward_steps(dims)
@@ -134,15 +148,17 @@ def forward_call(
         _result(x, (rows, dims.I), jnp.bfloat16),
         _result(x, (_forward_counters(rows),), jnp.int32),
     ]
+    if trace:
+        results.append(_result(x, (_trace_rows(dims, steps), 4), jnp.int32))
     call = jax.ffi.ffi_call(FORWARD, results)
     attributes = _attributes(dims, config, axis_name)
     operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
-    y, counts, *_ = call(
+    y, counts, *rest = call(
         *operands, steps=_step_fields(steps), launches=np.array(launches, np.int64), **attributes
     )
     # One source needs no sum, which would be a kernel of its own.
     counts = counts[0] if dims.R == 1 else counts.sum(axis=0, dtype=jnp.int32)
-    return y.astype(x.dtype), counts
+    return y.astype(x.dtype), counts, *(rest[-1:] if trace else ())
 
 
 def backward_call(

@@ -26,6 +26,19 @@ ffi::ErrorOr<void*> ResultData(ffi::RemainingRets& results, int i) {
   return (*result)->untyped_data();
 }
 
+// The trace is an extra last result, int32 [1 + records, 4], which most calls do not ask for.
+ffi::ErrorOr<TraceBuffer> ReadTrace(ffi::RemainingRets& results, size_t i) {
+  if (results.size() <= i) return TraceBuffer{};
+  const auto result = results.get<ffi::Buffer<ffi::S32, 2>>(i);
+  if (result.has_error()) return result.error();
+  const auto sizes = (*result)->dimensions();
+  if (sizes[0] < 1 || sizes[1] * sizeof(int32_t) != sizeof(TraceRecord)) {
+    return Invalid("forward: a trace has at least one row, of 4 numbers");
+  }
+  return TraceBuffer{static_cast<TraceRecord*>((*result)->untyped_data()),
+                     static_cast<uint32_t>(sizes[0] - 1)};
+}
+
 // Before anything is launched, on every rank alike: no peer is left waiting.
 ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
   const ffi::ErrorOr<int64_t> ranks = attributes.get<int64_t>("R");
@@ -58,6 +71,8 @@ ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx, Weights ex
   for (const auto* pointer : {&y, &pool, &h, &counters}) {
     if (pointer->has_error()) return pointer->error();
   }
+  const ffi::ErrorOr<TraceBuffer> trace = ReadTrace(results, kNumPlanResults + 4);
+  if (trace.has_error()) return trace.error();
   ForwardCall call = {};
   call.plan = *plan;
   call.plan_arrays = *arrays;
@@ -74,6 +89,7 @@ ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx, Weights ex
   call.pool = *pool;
   call.h = *h;
   call.counters = static_cast<uint32_t*>(*counters);
+  call.trace = *trace;
   return FromCuda(RunForward(stream, call, launches->begin(), launches->size()));
 }
 

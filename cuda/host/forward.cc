@@ -70,6 +70,9 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c, const int64_t* 
   if (CudaStatus status = plan::Launch(stream, c.plan, c.expert_idx, c.plan_arrays); !status.ok()) {
     return status;
   }
+  if (c.trace.records != nullptr) {
+    MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(c.trace.records, 0, sizeof(TraceRecord), stream));
+  }
   ForwardParams params = {};
   params.dims = c.plan.dims;
   params.H = c.H;
@@ -82,6 +85,7 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c, const int64_t* 
   params.x = static_cast<const uint4*>(c.x);
   params.pool = static_cast<uint4*>(c.pool);
   params.y = static_cast<uint4*>(c.y);
+  params.trace = c.trace;
   for (int64_t i = 0; i < num_launches; ++i) {
     params.parts = static_cast<uint32_t>(launches[i]);
     // A launch walks the whole item list; the other counters belong to one part each.

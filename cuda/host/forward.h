@@ -7,6 +7,7 @@
 
 #include "shared/cuda_status.h"
 #include "shared/plan.h"
+#include "shared/trace.h"
 
 namespace megamoe {
 
@@ -27,6 +28,7 @@ struct ForwardCall {
   void* pool;                  // [P, H] bf16
   void* h;                     // [P, I] bf16
   uint32_t* counters;          // [NumForwardCounters(P)]
+  TraceBuffer trace;           // of all launches
 };
 
 int64_t NumForwardCounters(int64_t pool_rows);

@@ -118,4 +118,11 @@ __device__ __forceinline__ uint64_t GlobalTimerNs() {
   return ns;
 }
 
+// Of the multiprocessor that this thread runs on.
+__device__ __forceinline__ uint32_t MultiprocessorIndex() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(index));
+  return index;
+}
+
 }  // namespace megamoe::ptx

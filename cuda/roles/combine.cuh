@@ -17,6 +17,7 @@
 #pragma once
 
 #include "pipeline/shared_memory.cuh"
+#include "pipeline/trace.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
@@ -188,6 +189,7 @@ class CombineRole {
 
   // Adds the oldest batch, and writes y where its token and columns are complete.
   __device__ __forceinline__ void SumBatch() {
+    const TraceScope trace(p_.trace, kCombine, lane_ == 0);
     const int batch = first_batch_ + sum_;
     ptx::BarrierWait(AddressOf(shared_.batch_full, batch), sum_parity_);
     const BatchHeader& header = shared_.batches[batch];

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "pipeline/shared_memory.cuh"
+#include "pipeline/trace.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "shared/forward.h"
@@ -59,6 +60,7 @@ class DispatchRole {
   }
 
   __device__ __forceinline__ void CopyRows(int first) {
+    const TraceScope trace(p_.trace, kDispatch, true);
     const int tile = first / kTileRows;
     int slot = p_.plan.row_slot[first];
     if (slot < 0) ptx::AddRelease(p_.counters.x_ready + tile, kRows);  // pads only

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "pipeline/shared_memory.cuh"
+#include "pipeline/trace.cuh"
 #include "ptx/sync.cuh"
 #include "shared/plan.h"
 
@@ -90,6 +91,7 @@ class LoadRole {
   template <typename Step>
   __device__ __forceinline__ void LoadItem(const TileItem& item, bool ready) {
     if (!ready) {
+      const TraceScope trace(p_.trace, kTraceWait | Step::kPart, threadIdx.x % kWarpThreads == 0);
       while (!Step::IsReady(p_, item.row / kTileRows)) __nanosleep(32);
     }
     // What the flag announces was written through the generic proxy or by another block's TMA.

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "pipeline/shared_memory.cuh"
+#include "pipeline/trace.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace megamoe {
@@ -25,6 +26,7 @@ class MultiplyRole {
     for (int i = 0; i < 128; ++i) acc_[i] = 0;
     ForEachItem(shared_, [&](const TileItem& item) {
       Steps::With(item.step, [&]<typename Step>() {
+        const TraceScope trace(p_.trace, Step::kPart, consumer_ == 0 && IsThread0());
         const int num_k_blocks = Step::NumKBlocks(p_);
         if (consumer_ >= item.num_consumers) {
           Skip(num_k_blocks);
@@ -37,6 +39,7 @@ class MultiplyRole {
   }
 
  private:
+  __device__ __forceinline__ bool IsThread0() const { return threadIdx.x % kGroupThreads == 0; }
   __device__ __forceinline__ bool IsLane0() const { return threadIdx.x % kWarpThreads == 0; }
 
   // The upper half of the tile is all pads: only the stages are handed back.

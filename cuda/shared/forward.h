@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "shared/plan.h"
+#include "shared/trace.h"
 
 namespace megamoe {
 
@@ -48,6 +49,7 @@ struct ForwardParams {
   const uint4* x;              // [T, H] bf16
   uint4* pool;                 // [P, H] bf16: x of each row, later overwritten by its o
   uint4* y;                    // [T, H] bf16
+  TraceBuffer trace;
 };
 
 // Row-major bf16 matrices in boxes of 64 columns; see host/forward.cc.

@@ -1,5 +1,6 @@
 """The custom calls lower for CUDA on a machine without one, with or without the extension."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -50,6 +51,21 @@ def test_forward_lowers_to_one_custom_call_with_its_dimensions() -> None:
     for name in ("T", "K", "E", "R", "H", "I"):
         assert f"{name} = {getattr(DIMS, name)} : i64" in text
     assert 'precision = "bf16"' in text and "has_side_effect" not in text
+
+
+def test_a_trace_is_one_more_result_of_the_same_call() -> None:
+    def forward(*operands: jax.Array, trace: bool) -> tuple[jax.Array, ...]:
+        options = {"dims": DIMS, "config": MegaMoEConfig(), "axis_name": None}
+        return _ffi.forward_call(*operands, **options, trace=trace)
+
+    types = operand_types(DIMS)
+    plain = jax.eval_shape(functools.partial(forward, trace=False), *types)
+    *same, records = jax.eval_shape(functools.partial(forward, trace=True), *types)
+    assert [(r.shape, r.dtype) for r in same] == [(r.shape, r.dtype) for r in plain]
+    assert records.dtype == jnp.int32 and records.shape[1] == 4
+    # At least the items of an even routing, a tile an expert and one N-tile a step, and the tokens.
+    assert records.shape[0] > 2 * DIMS.E + DIMS.T
+    assert lowered(functools.partial(forward, trace=True), *types).count(_ffi.FORWARD) == 1
 
 
 @pytest.mark.parametrize("trainable", [True, False])

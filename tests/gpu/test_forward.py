@@ -10,6 +10,7 @@ import pytest
 
 from jax_megamoe import _ffi, mega_moe
 from jax_megamoe.config import Dims, MegaMoEConfig
+from jax_megamoe.plan import forward_steps, make_plan
 from tests import cases, compare
 from tests.cases import BF16, F32, ROUTINGS, Batch
 
@@ -120,6 +121,24 @@ def test_fused_equals_its_parts_and_itself(size: tuple[int, ...], routing: str) 
     for _ in range(20):
         again, _ = launched(*operands(batch), dims=dims, launches=_ffi.FUSED)
         compare.assert_bitwise(again, once, "y")
+
+
+def test_a_trace_records_every_item_and_changes_nothing() -> None:
+    batch = random_batch(SIZES[5], "distinct")
+    dims, config = dims_of(batch), MegaMoEConfig(backend="cuda")
+    options = {"dims": dims, "config": config, "axis_name": None}
+    want, _ = jax.jit(functools.partial(_ffi.forward_call, **options))(*operands(batch))
+    traced = jax.jit(functools.partial(_ffi.forward_call, **options, trace=True))
+    y, _, records = traced(*operands(batch))
+    compare.assert_bitwise(y, want, "y")
+    steps = forward_steps(dims)
+    items = make_plan(batch.expert_idx[None], dims, 0, steps).items
+    count, *_ = np.asarray(records)[0]
+    start, end, _, kind = np.asarray(records).view(np.uint32)[1 : 1 + count].T
+    assert count < records.shape[0] and (end - start < 10**9).all()
+    for s, part in ((0, 2), (1, 4)):  # gate_up and down, see cuda/shared/forward.h
+        assert (kind == part).sum() == (items[:, 0] == s).sum()
+    assert {1, 2, 4, 8} <= set(kind.tolist()) <= {1, 2, 4, 8, 16 | 2, 16 | 4}
 
 
 def test_poisoned_memory_reaches_nothing() -> None:

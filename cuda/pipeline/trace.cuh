@@ -1,0 +1,39 @@
+// Records a piece of work, when the call asks for a trace.
+#pragma once
+
+#include "ptx/sync.cuh"
+#include "shared/trace.h"
+
+namespace megamoe {
+
+// Records the time from its construction to the end of its scope. Without a buffer that is one
+// uniform branch at each end.
+class TraceScope {
+ public:
+  // `recorder`: true in the one thread that speaks for the piece.
+  __device__ __forceinline__ TraceScope(const TraceBuffer& buffer, uint32_t kind, bool recorder)
+      : buffer_(buffer), kind_(kind), recorder_(recorder) {
+    if (buffer_.records != nullptr) start_ns_ = Now();
+  }
+  __device__ __forceinline__ ~TraceScope() {
+    if (buffer_.records == nullptr || !recorder_) return;
+    const uint32_t i = atomicAdd(&buffer_.records[0].start_ns, 1u);
+    if (i < buffer_.capacity) {
+      buffer_.records[1 + i] = {start_ns_, Now(), ptx::MultiprocessorIndex(), kind_};
+    }
+  }
+  TraceScope(const TraceScope&) = delete;
+  TraceScope& operator=(const TraceScope&) = delete;
+
+ private:
+  static __device__ __forceinline__ uint32_t Now() {
+    return static_cast<uint32_t>(ptx::GlobalTimerNs());
+  }
+
+  const TraceBuffer& buffer_;
+  const uint32_t kind_;
+  const bool recorder_;
+  uint32_t start_ns_ = 0;
+};
+
+}  // namespace megamoe
