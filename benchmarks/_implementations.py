@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _shapes import SEED
+from _shapes import SEED, normal
 from _timing import Run
 
 from jax_megamoe import mega_moe
@@ -38,7 +38,7 @@ def jax_run(layer: Layer, pass_name: str, arrays: list[jax.Array]) -> Run:
     if pass_name == "forward":
         call = functools.partial(jax.jit(layer), *arrays)
     else:
-        dy = jax.random.normal(jax.random.key(SEED + 1), arrays[0].shape, arrays[0].dtype)
+        dy = normal(jax.random.key(SEED + 1), arrays[0].shape, "bf16")
         call = functools.partial(jax.jit(functools.partial(_with_gradients, layer)), dy, *arrays)
     return Run(call, jax.block_until_ready)
 
@@ -167,7 +167,7 @@ def release_memory() -> None:
 def matmul(size: int) -> Run:
     """A bf16 product of two square matrices."""
     keys = jax.random.split(jax.random.key(SEED))
-    a, b = (jax.random.normal(k, (size, size), jnp.bfloat16) for k in keys)
+    a, b = (normal(key, (size, size), "bf16") for key in keys)
     return Run(functools.partial(jax.jit(jnp.matmul), a, b), jax.block_until_ready)
 
 

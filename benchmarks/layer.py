@@ -1,8 +1,8 @@
 """The layer after routing on one GPU, beside its peers and a plain matrix product.
 
-    python benchmarks/layer.py [--set main cliffs] [--out FILE.json] [--png FILE.png]
-                               [--passes forward forward_backward] [--only NAME ...]
-                               [--peers-path DIR]
+    python benchmarks/layer.py [--set main cliffs] [--shapes 30B ...] [--only jax_megamoe ...]
+                               [--passes forward forward_backward] [--peers-path DIR]
+                               [--out FILE.json] [--png FILE.png]
 
 _timing.py says how a rate is measured, _shapes.py on what, _implementations.py of what. A record's
 `tflops` are useful FLOPs, 6 T K H I of a forward and 18 T K H I of a forward with its backward,
@@ -32,6 +32,7 @@ from _timing import Clock, Figures, Method, Run, caught, measure
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 2**30
+NAMES = sorted({shape.name for shapes in SETS.values() for shape in shapes})
 Record = dict[str, Any]
 
 
@@ -103,7 +104,8 @@ def run_beside_peers(
             run = IMPLEMENTATIONS[name].make(pass_name, arrays)
             run.wait(run.call())
             runs[name] = run
-            print(f"{shape.name} {name}: first call {time.perf_counter() - start:.1f} s")
+            seconds = time.perf_counter() - start
+            print(f"{shape.name} {name}: first call after {seconds:.1f} s", flush=True)
     figures, late_errors = measure(runs, method, clock)
     results = figures | errors | late_errors
     rate = matmul_rate(figures, matmul_size)
@@ -150,6 +152,9 @@ def run_against_bound(
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The layer on one GPU, beside its peers.")
     parser.add_argument("--set", nargs="+", choices=SETS, default=["main"], dest="sets")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="of the sets"
+    )
     parser.add_argument("--passes", nargs="+", choices=FLOP_FACTORS, default=["forward"])
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=[], metavar="NAME")
     parser.add_argument("--weights-dtype", choices=["bf16", "float32"], default="bf16")
@@ -173,13 +178,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     method = Method(rounds=options.rounds)
     beside_peers: list[Named] = []
     against_bound: list[Named] = []
-    for shapes in (SETS[name] for name in options.sets):
-        if not shapes[0].peers:
-            against_bound += run_against_bound(shapes, method, clock)
+    for base, *others in (SETS[name] for name in options.sets):
+        others = [shape for shape in others if shape.name in options.shapes]
+        if not base.peers:
+            against_bound += run_against_bound([base, *others], method, clock)
             release_memory()
             continue
         size = MATMUL_SIZE if on_gpu else 512
-        for shape in shapes:
+        for shape in [base] * (base.name in options.shapes) + others:
             for pass_name in options.passes:
                 choice = (pass_name, options.weights_dtype, options.only)
                 beside_peers += run_beside_peers(shape, *choice, method, clock, size)
