@@ -100,7 +100,7 @@ def expert_ids(shape: Shape) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def normal(key: jax.Array, size: tuple[int, ...], dtype: str, scale: float = 1.0) -> jax.Array:
-    """Drawn in float32: a draw in bf16 has 128 different values only, which costs less power."""
+    """Drawn in float32: a draw in bf16 has few different values, and power depends on the data."""
     return (jax.random.normal(key, size, jnp.float32) * scale).astype(DTYPES[dtype])
 
 
