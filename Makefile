@@ -46,10 +46,13 @@ test-gpu: need-hopper extension ## the GPU tests; no skip passes; GPUS=n declare
 	JAX_MEGAMOE_GPUS=$(GPUS) '$(PY)' -m pytest -m gpu $(ARGS)
 
 .PHONY: bench
-bench: need-hopper extension ## every benchmark, on a Hopper GPU
-	@for script in benchmarks/[a-z]*.py; do \
-		echo "== $$script"; '$(PY)' "$$script" --out "benchmarks/results/$$(basename "$$script" .py).json" $(ARGS); \
-	done
+bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-path DIR" for layer.py
+	'$(PY)' benchmarks/plan.py --out benchmarks/results/plan.json
+	'$(PY)' benchmarks/fault_path.py --out benchmarks/results/fault_path.json
+	'$(PY)' benchmarks/timeline.py --out benchmarks/results/timeline.json \
+		--png docs/forward-timeline.png
+	'$(PY)' benchmarks/layer.py --set main cliffs --out benchmarks/results/layer.json \
+		--png docs/layer.png $(ARGS)
 
 .PHONY: lint lint-python lint-types lint-cpp
 lint: lint-python lint-types lint-cpp ## ruff, pyright, clang-format

@@ -8,7 +8,12 @@ import pathlib
 import subprocess
 from collections.abc import Sequence
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy")
+import jax
+
+# Those of a run that are installed.
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch", "triton", "tokamax")
+# What the benchmarks write: rewriting it does not change what was measured.
+OUTPUTS = (":(top,exclude)benchmarks/results", ":(top,exclude,glob)docs/*.png")
 
 
 def smi(query: str) -> str:
@@ -17,8 +22,13 @@ def smi(query: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def device() -> str:
+    """The kind of device that JAX runs on: "NVIDIA H200", or "cpu"."""
+    return jax.devices()[0].device_kind
+
+
 def commit() -> tuple[str, bool]:
-    """The commit of the checkout, and whether it was changed since.
+    """The commit of the checkout, and whether its sources were changed since.
 
     JAX_MEGAMOE_COMMIT names it where the sources lie without their history; then they count as
     unchanged, and whoever sets the variable answers for that.
@@ -26,21 +36,32 @@ def commit() -> tuple[str, bool]:
     if given := os.environ.get("JAX_MEGAMOE_COMMIT"):
         return given, False
     head = _git("rev-parse", "--verify", "--quiet", "HEAD")
-    return head or "unknown", bool(_git("status", "--porcelain")) or not head
+    return head or "unknown", bool(_git("status", "--porcelain", "--", ":/", *OUTPUTS)) or not head
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def write(path: pathlib.Path, records: Sequence[object]) -> None:
-    """Writes the records with the commit, date, GPU, versions and clock of this run."""
+    """Writes the records with commit, date, device and versions, on a GPU driver and clock too."""
     revision, dirty = commit()
+    on_gpu = jax.default_backend() == "gpu"
     result = {
         "commit": revision,
         "dirty": dirty,
         "date": datetime.date.today().isoformat(),
-        "device": smi("name"),
+        "device": device(),
         "num_devices": 1,
-        "driver": smi("driver_version"),
-        "clock_mhz": int(smi("clocks.sm").split()[0]),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "driver": smi("driver_version") if on_gpu else None,
+        "clock_mhz": int(smi("clocks.sm").split()[0]) if on_gpu else None,
+        "versions": versions(),
         "records": list(records),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ def lowered(function, *types: jax.ShapeDtypeStruct) -> str:
 def test_forward_lowers_to_one_custom_call_with_its_dimensions() -> None:
     types = operand_types(DIMS)
 
-    def forward(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def forward(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return _ffi.forward_call(*operands, dims=DIMS, config=MegaMoEConfig(), axis_name=None)
 
     y, counts = jax.eval_shape(forward, *types)

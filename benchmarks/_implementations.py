@@ -1,0 +1,177 @@
+"""The implementations that the layer benchmark runs, and the two rates they are held against.
+
+All get the same arrays: the routing is an input, the weights are natural ([E, H, I], [E, I, H]),
+and y is summed in float32. jax_megamoe keeps the inputs for its backward; the peers keep what their
+frameworks keep.
+"""
+
+import dataclasses
+import functools
+import gc
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from _shapes import SEED, normal
+from _timing import Run
+
+from jax_megamoe import mega_moe
+
+# x, expert_idx, expert_weight, w_gate, w_up, w_down -> y
+Layer = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """make: a run of one pass over the given arrays. save: what a forward_backward keeps."""
+
+    name: str
+    make: Callable[[str, list[jax.Array]], Run]
+    save: str
+
+
+def jax_run(layer: Layer, pass_name: str, arrays: list[jax.Array]) -> Run:
+    """A pass of a JAX layer; forward_backward returns y, dx, dw and the weights' gradients."""
+    if pass_name == "forward":
+        call = functools.partial(jax.jit(layer), *arrays)
+    else:
+        dy = normal(jax.random.key(SEED + 1), arrays[0].shape, "bf16")
+        call = functools.partial(jax.jit(functools.partial(_with_gradients, layer)), dy, *arrays)
+    return Run(call, jax.block_until_ready)
+
+
+def _with_gradients(
+    layer: Layer, dy: jax.Array, x: jax.Array, ids: jax.Array, w: jax.Array, *weights: jax.Array
+) -> tuple[jax.Array, ...]:
+    def of_floats(x: jax.Array, w: jax.Array, *weights: jax.Array) -> jax.Array:
+        return layer(x, ids, w, *weights)
+
+    y, pull = jax.vjp(of_floats, x, w, *weights)
+    return y, *pull(dy)
+
+
+def jax_megamoe(pass_name: str, arrays: list[jax.Array]) -> Run:
+    backend = "cuda" if jax.default_backend() == "gpu" else "reference"
+    return jax_run(functools.partial(mega_moe, backend=backend), pass_name, arrays)
+
+
+def ragged_layer(dot: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> Layer:
+    """Sort by expert, three ragged products, weighted scatter-add."""
+
+    def layer(
+        x: jax.Array,
+        ids: jax.Array,
+        w: jax.Array,
+        w_gate: jax.Array,
+        w_up: jax.Array,
+        w_down: jax.Array,
+    ) -> jax.Array:
+        order = jnp.argsort(ids.reshape(-1), stable=True)
+        tokens = order // ids.shape[1]
+        sizes = jnp.bincount(ids.reshape(-1), length=w_gate.shape[0]).astype(jnp.int32)
+        rows = x[tokens]
+        h = jax.nn.silu(dot(rows, w_gate, sizes)) * dot(rows, w_up, sizes)
+        o = dot(h, w_down, sizes).astype(jnp.float32) * w.reshape(-1)[order][:, None]
+        return jnp.zeros(x.shape, jnp.float32).at[tokens].add(o).astype(x.dtype)
+
+    return layer
+
+
+def lax_ragged_dot(pass_name: str, arrays: list[jax.Array]) -> Run:
+    return jax_run(ragged_layer(jax.lax.ragged_dot), pass_name, arrays)
+
+
+def tokamax_ragged_dot(pass_name: str, arrays: list[jax.Array]) -> Run:
+    _stand_in_for_xprof()
+    import tokamax  # pyright: ignore[reportMissingImports]
+
+    # "mosaic" is its implementation for Hopper, and needs one; "xla" runs anywhere.
+    implementation = "mosaic" if jax.default_backend() == "gpu" else "xla"
+    dot = functools.partial(tokamax.ragged_dot, implementation=implementation)
+    return jax_run(ragged_layer(dot), pass_name, arrays)
+
+
+def _stand_in_for_xprof() -> None:
+    """tokamax imports a module of xprof, for its own profiling only: an empty one satisfies it."""
+    parent = None
+    for name in ("xprof", "xprof.cli", "xprof.cli.tools", "xprof.cli.tools.get_kernel_stats_tool"):
+        module = sys.modules.setdefault(name, types.ModuleType(name))
+        if parent is not None:
+            setattr(parent, name.rpartition(".")[2], module)
+        parent = module
+
+
+def torch_grouped_mm(pass_name: str, arrays: list[jax.Array]) -> Run:
+    """Sort by expert, three grouped products, weighted index_add; compiled by torch.compile."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    x, ids, w, *weights = (torch.from_dlpack(a) for a in arrays)
+    # grouped_mm reads weights with the inner dimension contiguous.
+    weights = [a.transpose(-2, -1).contiguous().transpose(-2, -1) for a in weights]
+
+    @functools.partial(torch.compile, dynamic=False, fullgraph=True)
+    def layer(x: Any, ids: Any, w: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
+        expert, order = torch.sort(ids.flatten(), stable=True)
+        tokens = order // ids.shape[1]
+        experts = torch.arange(w_gate.shape[0], dtype=expert.dtype, device=x.device)
+        ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+        rows = x[tokens]
+        gate = torch._grouped_mm(rows, w_gate, offs=ends)
+        h = torch.nn.functional.silu(gate) * torch._grouped_mm(rows, w_up, offs=ends)
+        o = torch._grouped_mm(h, w_down, offs=ends).float() * w.flatten()[order][:, None]
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        return y.index_add(0, tokens, o).to(x.dtype)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return layer(x, ids, w, *weights)
+
+    def forward_backward() -> Any:
+        y = layer(x, ids, w, *weights)
+        return y, *torch.autograd.grad(y, [x, w, *weights], dy)
+
+    def wait(_: Any) -> None:
+        if x.is_cuda:
+            torch.cuda.synchronize()
+
+    if pass_name == "forward":
+        return Run(forward, wait)
+    dy = torch.randn_like(x)
+    for tensor in (x, w, *weights):
+        tensor.requires_grad_()
+    return Run(forward_backward, wait)
+
+
+IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("jax_megamoe", jax_megamoe, save="none"),
+        Implementation("torch_grouped_mm", torch_grouped_mm, save="activations"),
+        Implementation("tokamax_ragged_dot", tokamax_ragged_dot, save="activations"),
+        Implementation("lax_ragged_dot", lax_ragged_dot, save="activations"),
+    )
+}
+
+
+def release_memory() -> None:
+    """Gives back what the runs of one shape leave in caches, before those of the next."""
+    gc.collect()
+    if torch := sys.modules.get("torch"):
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+def matmul(size: int) -> Run:
+    """A bf16 product of two square matrices."""
+    keys = jax.random.split(jax.random.key(SEED))
+    a, b = (normal(key, (size, size), "bf16") for key in keys)
+    return Run(functools.partial(jax.jit(jnp.matmul), a, b), jax.block_until_ready)
+
+
+def device_copy(size_bytes: int) -> Run:
+    """A copy from device memory to device memory."""
+    source = jax.random.bits(jax.random.key(SEED), (size_bytes // 4,), jnp.uint32)
+    return Run(functools.partial(jax.jit(jnp.copy), source), jax.block_until_ready)

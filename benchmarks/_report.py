@@ -1,0 +1,88 @@
+"""The layer benchmark's records as a table and as a picture."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Record = Mapping[str, Any]
+Named = tuple[str, Record]  # with the name of its shape
+OURS = "jax_megamoe"
+COLUMNS = (
+    "shape",
+    "pass",
+    "implementation",
+    "ms",
+    "spread",
+    "MHz",
+    "TFLOP/s",
+    "of the matmul",
+    "times ours",
+    "times the bound",
+)
+
+
+def table(named: Sequence[Named]) -> str:
+    """Markdown, one line a record."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS)]
+    records = [record for _, record in named]
+    for name, record in named:
+        head = (name, record["pass"], record["impl"])
+        if "error" in record:
+            rows.append((*head, record["error"].replace("\n", " "), *[""] * (len(COLUMNS) - 4)))
+            continue
+        ours = _same_work(record, records)
+        figures = (
+            f"{record['ms']:.3f}",
+            f"{record['ms_spread']:.3f}",
+            record["clock_mhz"] or "",
+            f"{record['tflops']:.1f}",
+            f"{record['fraction']:.3f}",
+            f"{record['ms'] / ours['ms']:.2f}" if ours else "",
+            record.get("bound_ratio", ""),
+        )
+        rows.append((*head, *map(str, figures)))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _same_work(record: Record, records: Sequence[Record]) -> Record | None:
+    """The fastest record of jax_megamoe for the same shape and pass."""
+    same = ("pass", "tokens", "hidden", "intermediate", "experts", "top_k", "routing")
+    ours = [
+        r
+        for r in records
+        if r["impl"] == OURS and "ms" in r and all(r[k] == record[k] for k in same)
+    ]
+    return min(ours, key=lambda r: r["ms"], default=None)
+
+
+def draw(path: pathlib.Path, named: Sequence[Named], device: str) -> None:
+    """A bar a record: its fraction of the matmul rate, and its time, or that it failed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    labels = [f"{name}, {record['pass'].replace('_', ' + ')}" for name, record in named]
+    height = 0.34 * len(named) + 0.5 * len(set(labels)) + 1.1
+    figure, axes = plt.subplots(figsize=(9, height), layout="constrained")
+    y, ticks = 0.0, []
+    for i, (label, (_, record)) in enumerate(zip(labels, named, strict=True)):
+        if i == 0 or label != labels[i - 1]:
+            y += 1.4
+            axes.text(0, y - 0.75, label, fontweight="bold", va="center")
+        fraction = record.get("fraction", 0.0)
+        axes.barh(y, fraction, 0.8, color="#d1495b" if record["impl"] == OURS else "#8d99ae")
+        text = f" {fraction:.2f}   {record['ms']:.2f} ms" if "ms" in record else " failed"
+        axes.text(fraction, y, text, va="center")
+        ticks.append(y)
+        y += 1
+    axes.set_yticks(ticks, [record["impl"] for _, record in named])
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlim(0, 1.12)
+    axes.set_xlabel(f"useful FLOP/s over those of a bf16 8192³ matmul, sustained, {device}")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

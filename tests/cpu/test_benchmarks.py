@@ -1,0 +1,194 @@
+"""The parts of the benchmarks that need no GPU: shapes, bound, rounds, records, table, trace."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+layer, _implementations, _record, _report, _shapes, _timing, _trace = map(
+    importlib.import_module,
+    ("layer", "_implementations", "_record", "_report", "_shapes", "_timing", "_trace"),
+)
+
+TINY = _shapes.Shape("tiny", T=24, K=2, E=4, H=16, I=8, peers=("lax_ragged_dot",))
+QUICK = _timing.Method(load_seconds=0, timed_seconds=0, rounds=2)
+FIELDS = (
+    "impl pass dtype ep tokens hidden intermediate experts top_k routing save weights_dtype "
+    "process_model seed ms ms_spread clock_mhz tflops matmul_tflops fraction"
+).split()
+
+
+@pytest.mark.parametrize("routing", ["random", "zipf"])
+def test_routings_choose_distinct_experts(routing: str) -> None:
+    shape = _shapes.Shape("", T=4096, K=4, E=64, H=1, I=1, routing=routing)
+    ids = _shapes.expert_ids(shape)
+    assert ids.shape == (4096, 4) and ids.dtype == np.int32
+    assert all(len(set(row)) == 4 for row in ids[:100].tolist())
+    counts = np.bincount(ids.ravel(), minlength=64)
+    assert len(counts) == 64
+    # Of an even share of 256 rows; the most popular of Zipf's is chosen by most tokens.
+    assert (counts.max() < 400) if routing == "random" else (counts.max() > 1500)
+
+
+def test_one_hot_routing_and_an_unknown_one() -> None:
+    one_hot = _shapes.Shape("", T=8, K=2, E=4, H=1, I=1, routing="one-hot")
+    assert set(_shapes.expert_ids(one_hot).ravel().tolist()) == {2}
+    with pytest.raises(ValueError, match="routing = 'even'"):
+        _shapes.expert_ids(_shapes.Shape("", T=8, K=2, E=4, H=1, I=1, routing="even"))
+
+
+def test_bound_is_the_padded_rows_and_the_weights() -> None:
+    assert _shapes.padded_rows(np.array([0, 1, 128, 129])) == 512
+    base = _shapes.Shape("base", T=1024, K=2, E=4, H=64, I=32, routing="one-hot")
+    itself = _shapes.bound_ms(base, base, 3.0, 1e9)
+    # One expert has rows: three bf16 matrices of 64 x 32 at 1 GB/s.
+    assert itself == {"rows": 3.0, "weights": pytest.approx(6 * 64 * 32 / 1e9 * 1e3)}
+    few = _shapes.Shape("few", T=10, K=1, E=8, H=128, I=32, routing="one-hot")
+    assert _shapes.bound_ms(few, base, 3.0, 1e9)["rows"] == pytest.approx(3.0 * 128 * 2 / 2048)
+
+
+def test_sets_hold_what_their_names_say() -> None:
+    sizes = [(s.name, s.H, s.I, s.T, s.E, s.K) for s in _shapes.SETS["main"][:2]]
+    assert sizes == [("30B", 2048, 768, 16384, 128, 8), ("235B", 4096, 1536, 16384, 128, 8)]
+    cliffs = _shapes.SETS["cliffs"]
+    assert {s.T for s in cliffs} == {4096, 16384, 65536} and {s.K for s in cliffs} == {1, 8}
+    assert {s.E for s in cliffs} == {8, 128, 256}
+    assert {s.routing for s in cliffs} == set(_shapes.ROUTINGS)
+    for shapes in _shapes.SETS.values():
+        assert len({s.name for s in shapes}) == len(shapes)
+    assert _shapes.BASE.useful_flops("forward_backward") == 18 * 16384 * 8 * 2048 * 768
+
+
+def test_rounds_alternate_and_a_failure_becomes_its_text() -> None:
+    order: list[str] = []
+    waited: list[str] = []
+
+    def run(name: str) -> object:
+        def call() -> str:
+            if order[-1:] != [name]:
+                order.append(name)
+            if name == "broken" and len(order) > 4:
+                raise RuntimeError("no memory")
+            return name
+
+        return _timing.Run(call, waited.append)
+
+    names = ("a", "b", "broken")
+    method = _timing.Method(load_seconds=0.001, timed_seconds=0.001, rounds=4)
+    figures, errors = _timing.measure({n: run(n) for n in names}, method, None)
+    assert order == ["a", "b", "broken", "b", "a", "b", "broken", "b", "a"]
+    assert errors == {"broken": "RuntimeError: no memory"}
+    assert set(figures) == {"a", "b"} and set(waited) == set(names)
+    assert all(0 < f.ms < 1 and f.ms_spread >= 0 and f.clock_mhz is None for f in figures.values())
+
+
+def test_clock_is_the_median_of_the_samples_between() -> None:
+    clock = _timing.Clock(lambda: 1500)
+    clock._samples = [(1.0, 100), (2.0, 1400), (2.5, 1300), (3.0, 1450), (9.0, 200)]
+    assert clock.median_mhz(1.5, 3.5) == 1400
+    assert clock.median_mhz(4, 5) is None
+
+
+def test_records_table_and_picture(tmp_path: Path) -> None:
+    figures = _timing.Figures(ms=2.0, ms_spread=0.1, clock_mhz=1300)
+    choice = ("forward", "bf16", _shapes.BASE)
+    ours = layer.record("jax_megamoe", *choice, figures, 690.0)
+    assert sorted(ours) == sorted(FIELDS)
+    assert (ours["ep"], ours["save"], ours["process_model"]) == (1, "none", "single_process")
+    assert ours["tflops"] == pytest.approx(6 * 16384 * 8 * 2048 * 768 / 2e-3 * 1e-12, abs=0.05)
+    assert ours["fraction"] == pytest.approx(ours["tflops"] / 690, abs=1e-4)
+    slower = layer.record("torch_grouped_mm", *choice, _timing.Figures(5.0, 0, None), 690.0)
+    failed = layer.record("tokamax_ragged_dot", *choice, "ImportError: no\ntokamax", 690.0)
+    assert sorted(failed) == sorted([*FIELDS[:14], "error"])
+    named = [("30B", r) for r in (ours, slower, failed)]
+    lines = _report.table(named).splitlines()
+    assert lines[2].endswith("| 2.000 | 0.100 | 1300 | 618.5 | 0.896 | 1.00 |  |")
+    assert "| 5.000 | 0.000 |  |" in lines[3] and lines[3].endswith("| 2.50 |  |")
+    assert "ImportError: no tokamax" in lines[4]
+    assert {line.count("|") for line in lines} == {len(_report.COLUMNS) + 1}
+    _report.draw(tmp_path / "bars.png", named, "cpu")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_peer_is_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    shape = _shapes.dataclasses.replace(TINY, peers=("tokamax_ragged_dot", "lax_ragged_dot"))
+    named = layer.run_beside_peers(shape, "forward_backward", "bf16", [], QUICK, None, 64)
+    ours, tokamax, lax = (record for _, record in named)
+    assert "tokamax" in tokamax["error"] and sorted(ours) == sorted(lax) == sorted(FIELDS)
+    assert (ours["save"], lax["save"]) == ("none", "activations")
+    _record.write(tmp_path / "results" / "layer.json", [ours])
+    written = json.loads((tmp_path / "results" / "layer.json").read_text())
+    assert {"commit", "dirty", "date", "device", "num_devices", "versions"} <= set(written)
+    assert written["records"] == [ours]
+    (only,) = layer.run_beside_peers(shape, "forward", "bf16", ["lax_ragged_dot"], QUICK, None, 64)
+    assert only[1]["impl"] == "lax_ragged_dot"
+
+
+def test_shapes_against_their_bound() -> None:
+    shapes = [TINY, _shapes.dataclasses.replace(TINY, name="more", T=48)]
+    records = [r for _, r in layer.run_against_bound(shapes, QUICK, None, 64, 2**12)]
+    assert records[0]["bound_ratio"] <= 1.0  # the base against itself, or against its weights
+    for record in records:
+        assert record["bound_ratio"] == pytest.approx(record["ms"] / record["bound_ms"], rel=0.1)
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "forward_backward"])
+def test_the_ragged_layer_computes_the_same(pass_name: str) -> None:
+    arrays = _shapes.inputs(TINY, "bf16")
+    ours, peers = (
+        make(pass_name, arrays).call()
+        for make in (_implementations.jax_megamoe, _implementations.lax_ragged_dot)
+    )
+    ours, peers = (r if isinstance(r, tuple) else (r,) for r in (ours, peers))
+    assert len(ours) == len(peers) == (1 if pass_name == "forward" else 6)
+    for a, b in zip(ours, peers, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
+
+
+def trace_of(*records: tuple[int, int, int, int], capacity: int = 8) -> np.ndarray:
+    words = np.zeros((1 + capacity, 4), np.uint32)
+    words[0, 0] = len(records)
+    words[1 : 1 + len(records)] = np.reshape(records[:capacity], (-1, 4)) % 2**32
+    return words.view(np.int32)
+
+
+def test_trace_is_ordered_and_survives_the_wrap_of_its_clock() -> None:
+    wrap = 2**32
+    trace = _trace.decode(
+        trace_of((wrap + 5, wrap + 9, 1, 4), (wrap - 10, wrap + 2, 0, 2), (wrap, wrap + 4, 0, 18))
+    )
+    assert trace.start_ns.tolist() == [0, 10, 15] and trace.end_ns.tolist() == [12, 14, 19]
+    assert trace.multiprocessor.tolist() == [0, 0, 1]
+    assert trace.kind.tolist() == ["gate_up", "wait for gate_up", "down"]
+    lines = {line["kind"]: line for line in _trace.summary(trace)}
+    assert list(lines) == ["gate_up", "down", "wait for gate_up"]
+    assert lines["gate_up"]["num_records"] == 1 and lines["down"]["last_end_us"] == 0.0
+    assert set(_trace.COLOURS) == set(_trace.KINDS.values())
+    assert {name for kinds in _trace.PANELS.values() for name in kinds} == set(_trace.COLOURS)
+
+
+def test_a_trace_that_says_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="counts 0 records"):
+        _trace.decode(trace_of())
+    with pytest.raises(ValueError, match="counts 3 records; it may hold 1 to 2"):
+        _trace.decode(trace_of(*[(0, 1, 0, 1)] * 3, capacity=2))
+    with pytest.raises(ValueError, match=r"unknown kinds \[3\]"):
+        _trace.decode(trace_of((0, 1, 0, 3)))
+
+
+def test_trace_kinds_are_those_of_the_kernel() -> None:
+    """The names and bits of cuda/shared/forward.h and trace.h."""
+    parts = {1: "kDispatch", 2: "kGateUp", 4: "kDown", 8: "kCombine"}
+    header = (ROOT / "cuda" / "shared" / "forward.h").read_text()
+    for bit, name in parts.items():
+        assert f"{name} = {bit}," in header
+        assert _trace.KINDS[bit].replace("_", "") == name[1:].lower()
+    wait = f"kTraceWait = {_trace.WAIT};"
+    assert wait in (ROOT / "cuda" / "shared" / "trace.h").read_text()
