@@ -14,6 +14,7 @@
 // tree. A block without a route adds +0, which changes no sum, since no sum is -0.
 #pragma once
 
+#include "pipeline/delay.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
 #include "ptx/math.cuh"
@@ -165,6 +166,7 @@ class CombineRole {
 
   // Starts the copies of the next batch of the current token.
   __device__ __forceinline__ void IssueBatch() {
+    Delay(DelaySite::kCombine, token_ * 64 + column_ / kVectorStride);
     Batch& batch = batches_[issue_];
     const uint32_t barrier = batch_full_ + issue_ * sizeof(uint64_t);
     const uint32_t row_bytes = BatchRowBytes(num_routes_);
@@ -195,6 +197,7 @@ class CombineRole {
     const TraceScope trace(p_.trace, kCombine, lane_ == 0);
     ptx::BarrierWait(batch_full_ + sum_ * sizeof(uint64_t), sum_parity_);
     const Batch& batch = batches_[sum_];
+    Delay(DelaySite::kCombine, ~batch.token);
     const int num_rows = batch.num_rows;
     const uint32_t row_bytes = BatchRowBytes(num_rows);
     const int columns = min(static_cast<int>(row_bytes) / 2, p_.H - batch.column);

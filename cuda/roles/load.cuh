@@ -13,6 +13,7 @@
 // clock: products alone gained 2.4 % on an H200, 4 % beside copies.
 #pragma once
 
+#include "pipeline/delay.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
@@ -66,6 +67,7 @@ class LoadRole {
   __device__ __forceinline__ void AnnounceNext() {
     announced_ = true;
     const PairItem item = queue_.Next();
+    Delay(DelaySite::kLoad, ~item.row);
     const uint32_t slot = slot_.index;
     ptx::BarrierWait(AddressOf(shared_.item_empty, slot), slot_.parity ^ 1);
     const uint32_t lane = threadIdx.x % kWarpThreads;
@@ -100,6 +102,7 @@ class LoadRole {
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
       const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index);
+      Delay(DelaySite::kLoad, item.row * 64 + k);
       ptx::BarrierWait(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1);
       if (ptx::ElectOne()) {
         ptx::BarrierArriveExpect(barrier, kStageBytes);

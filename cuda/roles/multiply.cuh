@@ -7,6 +7,7 @@
 // threads    two warpgroups, 64 rows of the tile each
 #pragma once
 
+#include "pipeline/delay.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
@@ -29,6 +30,7 @@ class MultiplyRole {
       Steps::With(item.step, [&]<typename Step>() {
         const TraceScope trace(p_.trace, Step::kPart, consumer_ == 0 && IsThread0());
         const int num_k_blocks = Step::NumKBlocks(p_);
+        Delay(DelaySite::kMultiply, item.row * 64 + item.n);
         if (consumer_ >= item.num_consumers) {
           Skip(num_k_blocks);
         } else {
@@ -96,6 +98,7 @@ class MultiplyRole {
 #pragma unroll
     for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
       const uint32_t buffer = chunk % kStagingBuffers;
+      Delay(DelaySite::kMultiply, chunk + 4 * staging_turns_);
       const uint32_t base = AddressOf(shared_.staging[consumer_], buffer) + row * 128;
       ptx::BarrierWait(AddressOf(shared_.staging_empty[consumer_], buffer),
                        (staging_turns_ >> buffer & 1) ^ 1);

@@ -8,6 +8,7 @@
 //            that published would wait for its own stores before the next product.
 #pragma once
 
+#include "pipeline/delay.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "ptx/tma.cuh"
@@ -41,6 +42,7 @@ class StoreRole {
         const uint32_t turn = consumer * kStagingBuffers + buffer;
         ptx::BarrierWait(AddressOf(shared_.staging_full[consumer], buffer), turns_ >> turn & 1);
         turns_ ^= 1u << turn;
+        Delay(DelaySite::kStore, item.row * 64 + item.n * 8 + chunk * 2 + consumer);
         if (ptx::ElectOne()) {
           Step::StoreChunk(maps_, item, consumer, chunk,
                            AddressOf(shared_.staging[consumer], buffer));
@@ -59,6 +61,7 @@ class StoreRole {
       ptx::BarrierArrive(previous);
       ptx::StoreWaitAll();
       ptx::FenceAsyncGlobal();
+      Delay(DelaySite::kStore, item.row * 64 + item.n);
       ptx::AddRelease(Step::Done(p_, item.row / kTileRows), 1);
     }
     __syncwarp();
