@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe.config import Dims, MegaMoEConfig
+from jax_megamoe.config import WAIT_DEADLINE_S, Dims, MegaMoEConfig
 from jax_megamoe.memory import ArraySize, check_fits, forward_results, plan_results, trace_result
 from jax_megamoe.plan import Plan, Step, forward_steps
 
@@ -101,6 +101,7 @@ def forward_call(
     config: MegaMoEConfig,
     axis_name: AxisName,
     launches: Sequence[int] = FUSED,
+    deadline_s: float = WAIT_DEADLINE_S,
     trace: bool = False,
 ) -> tuple[jax.Array, ...]:
     """The forward custom call of one rank.
@@ -109,6 +110,8 @@ def forward_call(
       axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
       launches: the parts that each launch of the kernel does, see cuda/shared/forward.h; UNFUSED
         does the same work one part at a time.
+      deadline_s: how long a wait inside the kernel may last; then the kernel ends, and the next
+        call on the device raises.
       trace: also records when each piece of the work ran.
 
     Returns:
@@ -131,6 +134,7 @@ def forward_call(
         steps=_step_fields(forward_steps(dims)),
         num_blocks=np.int64(dims.num_blocks),
         launches=np.array(launches, np.int64),
+        deadline_ns=np.int64(deadline_s * 1e9),
         **attributes,
     )
     # One source needs no sum, which would be a kernel of its own.

@@ -19,6 +19,8 @@ TILE_ROWS = 128
 MAX_CHOICES = 32
 MAX_EXPERTS = 512
 INT32_MAX = 2**31 - 1
+# How long a kernel waits for the work of another block or rank: a peer may still be compiling.
+WAIT_DEADLINE_S = 600.0
 # Pool rows and slots are int32 in the kernels; the pads of MAX_EXPERTS experts must fit too.
 MAX_SLOTS = INT32_MAX - MAX_EXPERTS * TILE_ROWS
 # H and I of the CUDA kernels.

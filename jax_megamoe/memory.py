@@ -144,11 +144,11 @@ def forward_results(dims: Dims) -> list[ArraySize]:
 
 
 def trace_result(dims: Dims) -> ArraySize:
-    """The records of a traced call: a header, two records an item, one a pool row and one a piece of
-    a route's sum. More than the roles write: they move and sum several rows at a time.
+    """The records of a traced call: a header, four an item, one a pool row, one a piece of a sum.
+
+    More than the roles write: they move and sum several rows at a time.
     """
     sizes = plan_sizes(dims, forward_steps(dims))
-    # An item of the plan is two tiles, and each is recorded.
     records = 4 * sizes.items + sizes.pool_rows + dims.T * dims.K * ceil_div(dims.H, 256)
     return ArraySize("trace", (1 + records, 4), _I32)
 

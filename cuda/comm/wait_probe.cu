@@ -20,7 +20,8 @@ __global__ __launch_bounds__(kThreads, 1) void WaitProbe(WaitContext context, in
   }
   if (threadIdx.x == 0) {
     const WaitSite site = {Phase::kProbe, /*peer=*/1, /*expert=*/3, /*block=*/7};
-    const bool came = BoundedWait(arrays.flag, kRaised, context, site);
+    const auto poll = [&] { return ptx::LoadAcquireSystem(arrays.flag); };
+    const bool came = BoundedWait(poll, kRaised, context, site);
     *arrays.result = came;
     if (!came && trap_on_fault) __trap();
   }

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "host/device.h"
+#include "host/fault.h"
 #include "shared/cuda_status.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -17,6 +18,13 @@ inline xla::ffi::Error MakeError(xla::ffi::ErrorCode code, const std::string& te
 inline xla::ffi::Error FromCuda(const CudaStatus& status) {
   if (status.ok()) return xla::ffi::Error::Success();
   return MakeError(xla::ffi::ErrorCode::kInternal, status.text());
+}
+
+// The record of an earlier call of the device, as an error; each record once.
+inline xla::ffi::Error EarlierFault(int device) {
+  const std::string text = TakeFault(device);
+  if (text.empty()) return xla::ffi::Error::Success();
+  return MakeError(xla::ffi::ErrorCode::kAborted, text);
 }
 
 inline xla::ffi::Error Initialize(int32_t device) {

@@ -63,15 +63,18 @@ ffi::Error Poison(cudaStream_t stream, const ffi::RemainingRets& results) {
 }
 #endif
 
-ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx, Weights expert_weight,
-                   Bf16Experts w_gate, Bf16Experts w_up, Bf16Experts w_down,
+ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix x, Ids expert_idx,
+                   Weights expert_weight, Bf16Experts w_gate, Bf16Experts w_up, Bf16Experts w_down,
                    ffi::RemainingRets results, ffi::Dictionary attributes) {
+  if (ffi::Error earlier = EarlierFault(device); earlier.failure()) return earlier;
   const auto steps = attributes.get<ffi::Span<const int64_t>>("steps");
   const auto num_blocks = attributes.get<int64_t>("num_blocks");
   const auto launches = attributes.get<ffi::Span<const int64_t>>("launches");
+  const auto deadline_ns = attributes.get<int64_t>("deadline_ns");
   if (steps.has_error()) return steps.error();
   if (num_blocks.has_error()) return num_blocks.error();
   if (launches.has_error()) return launches.error();
+  if (deadline_ns.has_error()) return deadline_ns.error();
   const int64_t experts = w_gate.dimensions()[0];
   if (!IsBlockCount(*num_blocks, experts)) {
     return Invalid("forward: attribute num_blocks is " + std::to_string(*num_blocks) + " for " +
@@ -118,6 +121,7 @@ ffi::Error Execute(cudaStream_t stream, Bf16Matrix x, Ids expert_idx, Weights ex
   call.pool = *pool;
   call.h = *h;
   call.counters = static_cast<uint32_t*>(*counters);
+  call.wait = NextCall(device, /*rank=*/0, static_cast<uint64_t>(*deadline_ns));
   call.trace = *trace;
   return FromCuda(RunForward(stream, call, launches->begin(), launches->size()));
 }
@@ -128,6 +132,7 @@ XLA_FFI_DEFINE_HANDLER(
 XLA_FFI_DEFINE_HANDLER(ExecuteHandler, Execute,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
                            .Arg<Bf16Matrix>()   // x
                            .Arg<Ids>()          // expert_idx
                            .Arg<Weights>()      // expert_weight

@@ -23,12 +23,6 @@ namespace ffi = xla::ffi;
 
 using Word = ffi::Buffer<ffi::S32, 1>;
 
-ffi::Error FaultError(int device) {
-  const std::string text = TakeFault(device);
-  if (text.empty()) return ffi::Error::Success();
-  return MakeError(ffi::ErrorCode::kAborted, text);
-}
-
 CudaStatus Launch(cudaStream_t stream, int device, ffi::Result<Word> result, ffi::Result<Word> flag,
                   int64_t deadline_ns, int64_t release_ns, bool trap_on_fault) {
   const WaitContext context = NextCall(device, /*rank=*/0, static_cast<uint64_t>(deadline_ns));
@@ -39,7 +33,7 @@ CudaStatus Launch(cudaStream_t stream, int device, ffi::Result<Word> result, ffi
 template <bool kTrapOnFault>
 ffi::Error ExecuteNextCall(cudaStream_t stream, int32_t device, Word, ffi::Result<Word> result,
                            ffi::Result<Word> flag, int64_t deadline_ns, int64_t release_ns) {
-  if (ffi::Error earlier = FaultError(device); earlier.failure()) return earlier;
+  if (ffi::Error earlier = EarlierFault(device); earlier.failure()) return earlier;
   return FromCuda(Launch(stream, device, result, flag, deadline_ns, release_ns, kTrapOnFault));
 }
 
@@ -50,7 +44,7 @@ struct PendingCall {
 
 void CompleteCall(void* data) {
   const std::unique_ptr<PendingCall> call(static_cast<PendingCall*>(data));
-  ffi::Error error = FaultError(call->device);
+  ffi::Error error = EarlierFault(call->device);
   if (error.failure()) {
     call->promise.SetError(std::move(error));
   } else {

@@ -77,6 +77,7 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c, const int64_t* 
   params.x = static_cast<const uint4*>(c.x);
   params.pool = static_cast<uint4*>(c.pool);
   params.y = static_cast<uint4*>(c.y);
+  params.wait = c.wait;
   params.trace = c.trace;
   for (int64_t i = 0; i < num_launches; ++i) {
     params.parts = static_cast<uint32_t>(launches[i]);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "shared/cuda_status.h"
+#include "shared/fault.h"
 #include "shared/plan.h"
 #include "shared/trace.h"
 
@@ -29,6 +30,7 @@ struct ForwardCall {
   void* pool;                  // [P, H] bf16
   void* h;                     // [P, I] bf16
   uint32_t* counters;          // [NumForwardCounters(P)]
+  WaitContext wait;            // of all launches
   TraceBuffer trace;           // of all launches
 };
 

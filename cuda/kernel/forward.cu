@@ -22,8 +22,6 @@ static_assert(kServiceRegisters + kNumConsumers * kMultiplyRegisters <= 504,
 // Warps of the first warpgroup; the other two multiply.
 enum ServiceWarp { kLoadWarp, kStoreWarp, kFirstCommWarp };
 
-constexpr int kEndOfProducts = 1;  // hardware barrier
-
 __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& maps,
                                       const ForwardParams& p, int warp) {
   const bool multiplies = p.parts & (kGateUp | kDown);
@@ -52,7 +50,9 @@ __device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const For
   if (p.parts & kCombine) {
     // The stages become batches: no product may read them any more. Nor does the peer copy into
     // them: this block's products have waited for all its copies.
-    ptx::GroupSync<kEndOfProducts, kNumConsumers * kGroupThreads>();
+    __syncwarp();
+    if (ptx::ElectOne()) ptx::BarrierArrive(AddressOf(shared.products_end, 0));
+    BarrierWait(AddressOf(shared.products_end, 0), 0, p.wait);
     const int first = consumer_warp * kHelperBatches;
     CombineRole<kHelperBatches>(p, reinterpret_cast<Batch*>(shared.stages) + first,
                                 AddressOf(shared.batch_full, kAllCombineBatches + first))

@@ -1,6 +1,7 @@
 // The two GEMMs of the forward: what each reads, waits on, signals, and how its result is finished.
 #pragma once
 
+#include "comm/wait.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "ptx/math.cuh"
 #include "ptx/tma.cuh"
@@ -29,9 +30,9 @@ struct GateUpStep {
   static __device__ __forceinline__ int NumColumnTiles(const ForwardParams& p) {
     return (p.I + kGateUpColumns - 1) / kGateUpColumns;
   }
-  // Waits for all rows of the tile, pads included.
-  static __device__ __forceinline__ bool IsReady(const ForwardParams& p, int tile) {
-    return ptx::LoadAcquire(p.counters.x_ready + tile) >= kTileRows;
+  // All rows of the tile, pads included.
+  static __device__ __forceinline__ Flag Input(const ForwardParams& p, int tile) {
+    return {p.counters.x_ready + tile, kTileRows, Phase::kDispatch};
   }
   static __device__ __forceinline__ uint32_t* Done(const ForwardParams& p, int tile) {
     return p.counters.h_done + tile;
@@ -76,10 +77,10 @@ struct DownStep {
   static __device__ __forceinline__ int NumColumnTiles(const ForwardParams& p) {
     return (p.H + kDownColumns - 1) / kDownColumns;
   }
-  // Waits for all columns of the tile's h.
-  static __device__ __forceinline__ bool IsReady(const ForwardParams& p, int tile) {
-    const uint32_t all = GateUpStep::NumColumnTiles(p);
-    return ptx::LoadAcquire(p.counters.h_done + tile) >= all;
+  // All columns of the tile's h.
+  static __device__ __forceinline__ Flag Input(const ForwardParams& p, int tile) {
+    return {p.counters.h_done + tile, static_cast<uint32_t>(GateUpStep::NumColumnTiles(p)),
+            Phase::kGateUp};
   }
   static __device__ __forceinline__ uint32_t* Done(const ForwardParams& p, int tile) {
     return p.counters.o_done + tile;

@@ -5,6 +5,7 @@
 // resident pairs.
 #pragma once
 
+#include "comm/wait.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "shared/plan.h"
 
@@ -71,13 +72,14 @@ __device__ __forceinline__ TileItem ReadItem(SharedMemory& shared, uint32_t slot
   return item;
 }
 
-// Walks the items of the pair until the last one. Each warp of the multiply and store roles has its
-// own walk; `f` gets the block's part of the item.
+// Walks the items of the pair until the last one, or until the call has failed. Each warp of the
+// multiply and store roles has its own walk; `f` gets the block's part of the item.
 template <typename F>
-__device__ __forceinline__ void ForEachItem(SharedMemory& shared, F f) {
+__device__ __forceinline__ void ForEachItem(SharedMemory& shared, const WaitContext& wait, F f) {
   RingPosition<kItemSlots> slot;
   for (;;) {
-    ptx::BarrierWait(AddressOf(shared.item_full, slot.index), slot.parity);
+    const bool came = BarrierWait(AddressOf(shared.item_full, slot.index), slot.parity, wait);
+    if (!__all_sync(kAllLanes, came)) return;
     const TileItem item = ReadItem(shared, slot.index);
     slot.Advance();
     if (item.step == kNoMoreItems) return;

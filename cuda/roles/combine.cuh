@@ -14,6 +14,7 @@
 // tree. A block without a route adds +0, which changes no sum, since no sum is -0.
 #pragma once
 
+#include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
@@ -147,19 +148,27 @@ class CombineRole {
     PrefetchToken();
   }
 
-  // Whether o of the current token is complete. Waits for it only when nothing else is to do.
+  // Whether o of the current token is complete. Waits for it only when nothing else is to do, and
+  // is then false when the call has failed.
   __device__ __forceinline__ bool RowsAreReady() {
     if (is_ready_) return true;
     const uint32_t all = (p_.H + kDownColumns - 1) / kDownColumns;
-    for (;;) {
-      const bool ready = row_ < 0 || ptx::LoadAcquire(p_.counters.o_done + row_ / kTileRows) >= all;
-      if (__all_sync(kAllLanes, ready)) break;
+    const Flag flag = {p_.counters.o_done + max(row_, 0) / kTileRows, all, Phase::kDown};
+    if (!__all_sync(kAllLanes, row_ < 0 || IsRaised(flag))) {
       if (num_in_flight_ > 0) return false;
-      __nanosleep(200);
+      if (!WaitForRows(flag)) return false;
     }
     ptx::FenceAsyncGlobal();  // o was written by TMA; each lane copies the row it looked after
     is_ready_ = true;
     return true;
+  }
+
+  // Each lane for the o of its row; false when a wait gave up.
+  __device__ __forceinline__ bool WaitForRows(const Flag& flag) {
+    const WaitSite site = {flag.phase, p_.wait.rank, -1, max(row_, 0) / kTileRows};
+    const auto poll = [&] { return ptx::LoadAcquire(flag.counter); };
+    const bool came = row_ < 0 || BoundedWait(poll, flag.expected, p_.wait, site);
+    return __all_sync(kAllLanes, came);
   }
 
   // ---- batches: all routes of a token, and as many columns as fit ----
@@ -195,7 +204,7 @@ class CombineRole {
   // Sums the oldest batch into y.
   __device__ __forceinline__ void SumBatch() {
     const TraceScope trace(p_.trace, kCombine, lane_ == 0);
-    ptx::BarrierWait(batch_full_ + sum_ * sizeof(uint64_t), sum_parity_);
+    BarrierWait(batch_full_ + sum_ * sizeof(uint64_t), sum_parity_, p_.wait);
     const Batch& batch = batches_[sum_];
     Delay(DelaySite::kCombine, ~batch.token);
     const int num_rows = batch.num_rows;

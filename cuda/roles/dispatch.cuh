@@ -10,6 +10,7 @@
 // registers, 16 bytes a lane, a row took 2.3 us of a warp and the products waited for rows.
 #pragma once
 
+#include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
@@ -118,7 +119,7 @@ class DispatchRole {
 
   __device__ __forceinline__ void StoreOldest() {
     const uint32_t piece = num_stored_ % kNumPieces;
-    ptx::BarrierWait(piece_full_ + piece * sizeof(uint64_t), num_stored_ / kNumPieces % 2);
+    BarrierWait(piece_full_ + piece * sizeof(uint64_t), num_stored_ / kNumPieces % 2, p_.wait);
     Delay(DelaySite::kDispatch, num_stored_);
     const PieceEnd& end = ends_[num_stored_ % kPieceEnds];
     ptx::BulkStore(p_.pool + end.to / kVector, pieces_ + piece * kPieceBytes, end.bytes);

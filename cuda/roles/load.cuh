@@ -2,7 +2,7 @@
 //
 // reads      the plan's items; the weights and h (TMA)
 // writes     items and stages in shared memory, of both blocks of the pair
-// waits on   item_empty, item_full, stage_empty; Step::IsReady of the item: what it reads was
+// waits on   item_empty, item_full, stage_empty; Step::Input of the item: what it reads was
 //            claimed earlier, so that its writer makes progress whatever blocks are resident
 // signals    item_full, stage_full
 // threads    one warp of each block, all lanes converged; one lane issues. The first block's warp
@@ -13,6 +13,7 @@
 // clock: products alone gained 2.4 % on an H200, 4 % beside copies.
 #pragma once
 
+#include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
@@ -31,23 +32,7 @@ class LoadRole {
       : shared_(shared), maps_(maps), p_(params), rank_(ptx::ClusterRank()), queue_(params) {}
 
   __device__ void Run() {
-    ExpectItem();
-    if (rank_ == 0) {
-      queue_.Claim();
-      AnnounceNext();
-    }
-    for (;;) {
-      ptx::BarrierWait(AddressOf(shared_.item_full, slot_.index), slot_.parity);
-      const TileItem item = ReadItem(shared_, slot_.index);
-      slot_.Advance();
-      if (item.step == kNoMoreItems) return;
-      ExpectItem();
-      const bool ready = next_ready_;
-      announced_ = rank_ != 0;
-      next_ready_ = false;
-      Steps::With(item.step, [&]<typename Step>() { LoadItem<Step>(item, ready); });
-      if (!announced_) AnnounceNext();
-    }
+    if (!LoadItems()) LetCopiesLand();
   }
 
  private:
@@ -55,6 +40,32 @@ class LoadRole {
   // that neither latency falls between two items.
   static constexpr int kAnnounceAhead = 8;
   static constexpr int kPollAhead = 3;
+
+  // False when a wait gave up: then nothing may be copied any more, least of all to the peer.
+  __device__ __forceinline__ bool LoadItems() {
+    ExpectItem();
+    if (rank_ == 0) {
+      queue_.Claim();
+      if (!AnnounceNext()) return false;
+    }
+    for (;;) {
+      if (!Wait(AddressOf(shared_.item_full, slot_.index), slot_.parity)) return false;
+      const TileItem item = ReadItem(shared_, slot_.index);
+      slot_.Advance();
+      if (item.step == kNoMoreItems) return true;
+      ExpectItem();
+      const bool ready = next_ready_;
+      announced_ = rank_ != 0;
+      next_ready_ = false;
+      bool loaded = false;
+      Steps::With(item.step, [&]<typename Step>() { loaded = LoadItem<Step>(item, ready); });
+      if (!loaded || (!announced_ && !AnnounceNext())) return false;
+    }
+  }
+
+  __device__ __forceinline__ bool Wait(uint32_t barrier, uint32_t parity) const {
+    return __all_sync(kAllLanes, BarrierWait(barrier, parity, p_.wait));
+  }
 
   __device__ __forceinline__ void ExpectItem() {
     if (ptx::ElectOne()) {
@@ -64,18 +75,29 @@ class LoadRole {
   }
 
   // Writes the next item into the rings of both blocks, a lane each.
-  __device__ __forceinline__ void AnnounceNext() {
+  __device__ __forceinline__ bool AnnounceNext() {
     announced_ = true;
     const PairItem item = queue_.Next();
     Delay(DelaySite::kLoad, ~item.row);
     const uint32_t slot = slot_.index;
-    ptx::BarrierWait(AddressOf(shared_.item_empty, slot), slot_.parity ^ 1);
+    if (!Wait(AddressOf(shared_.item_empty, slot), slot_.parity ^ 1)) return false;
     const uint32_t lane = threadIdx.x % kWarpThreads;
     if (lane < kPairBlocks) {
       ptx::StoreAt(AddressOf(shared_.items, slot), AddressOf(shared_.item_full, slot), lane,
                    __builtin_bit_cast(uint4, item));
     }
     __syncwarp();
+    return true;
+  }
+
+  template <typename Step>
+  __device__ __forceinline__ bool WaitForInput(const TileItem& item) {
+    const int tile = item.row / kTileRows;
+    const Flag flag = Step::Input(p_, tile);
+    const WaitSite site = {flag.phase, p_.wait.rank, item.expert, tile};
+    const auto poll = [&] { return ptx::LoadAcquire(flag.counter); };
+    const bool came = BoundedWait(poll, flag.expected, p_.wait, site);
+    return __all_sync(kAllLanes, came);
   }
 
   // Whether the next item is there and what it reads is ready.
@@ -85,15 +107,15 @@ class LoadRole {
     const TileItem next = TileOf(shared_.items[slot_.index], rank_);
     if (next.step == kNoMoreItems) return false;
     Steps::With(next.step,
-                [&]<typename Step>() { ready = Step::IsReady(p_, next.row / kTileRows); });
+                [&]<typename Step>() { ready = IsRaised(Step::Input(p_, next.row / kTileRows)); });
     return __all_sync(kAllLanes, ready);
   }
 
   template <typename Step>
-  __device__ __forceinline__ void LoadItem(const TileItem& item, bool ready) {
+  __device__ __forceinline__ bool LoadItem(const TileItem& item, bool ready) {
     if (!ready) {
       const TraceScope trace(p_.trace, kTraceWait | Step::kPart, threadIdx.x % kWarpThreads == 0);
-      while (!Step::IsReady(p_, item.row / kTileRows)) __nanosleep(32);
+      if (!WaitForInput<Step>(item)) return false;
     }
     // What the flag announces was written through the generic proxy or by another block's TMA.
     ptx::FenceAsyncGlobal();
@@ -103,16 +125,17 @@ class LoadRole {
     for (int k = 0; k < num_k_blocks; ++k) {
       const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index);
       Delay(DelaySite::kLoad, item.row * 64 + k);
-      ptx::BarrierWait(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1);
+      if (!Wait(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1)) return false;
       if (ptx::ElectOne()) {
         ptx::BarrierArriveExpect(barrier, kStageBytes);
         LoadStage<Step>(item, k, AddressOf(shared_.stages, stage_.index), barrier);
       }
       __syncwarp();
       stage_.Advance();
-      if (k == num_k_blocks - kAnnounceAhead && !announced_) AnnounceNext();
+      if (k == num_k_blocks - kAnnounceAhead && !announced_ && !AnnounceNext()) return false;
       if (k == num_k_blocks - kPollAhead) next_ready_ = PollNext();
     }
+    return true;
   }
 
   // This block's share of a stage: what its own products read alone, and half of what both read.

@@ -7,6 +7,7 @@
 // threads    two warpgroups, 64 rows of the tile each
 #pragma once
 
+#include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
@@ -26,7 +27,7 @@ class MultiplyRole {
   __device__ void Run() {
 #pragma unroll
     for (int i = 0; i < 128; ++i) acc_[i] = 0;
-    ForEachItem(shared_, [&](const TileItem& item) {
+    ForEachItem(shared_, p_.wait, [&](const TileItem& item) {
       Steps::With(item.step, [&]<typename Step>() {
         const TraceScope trace(p_.trace, Step::kPart, consumer_ == 0 && IsThread0());
         const int num_k_blocks = Step::NumKBlocks(p_);
@@ -55,7 +56,7 @@ class MultiplyRole {
   __device__ __forceinline__ void Skip(int num_k_blocks) {
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
-      ptx::BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
+      BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity, p_.wait);
       ReleaseStage(stage_.index);
       stage_.Advance();
     }
@@ -67,7 +68,7 @@ class MultiplyRole {
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
-      ptx::BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
+      BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity, p_.wait);
       const uint32_t address = AddressOf(shared_.stages, stage_.index);
       const uint64_t a = ptx::TileDescriptor<kA>(address + consumer_ * ptx::kChunkBytes);
       const uint64_t b = ptx::TileDescriptor<kB>(address + kStageABytes);
@@ -100,8 +101,8 @@ class MultiplyRole {
       const uint32_t buffer = chunk % kStagingBuffers;
       Delay(DelaySite::kMultiply, chunk + 4 * staging_turns_);
       const uint32_t base = AddressOf(shared_.staging[consumer_], buffer) + row * 128;
-      ptx::BarrierWait(AddressOf(shared_.staging_empty[consumer_], buffer),
-                       (staging_turns_ >> buffer & 1) ^ 1);
+      BarrierWait(AddressOf(shared_.staging_empty[consumer_], buffer),
+                  (staging_turns_ >> buffer & 1) ^ 1, p_.wait);
       staging_turns_ ^= 1u << buffer;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {

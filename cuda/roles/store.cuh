@@ -8,6 +8,7 @@
 //            that published would wait for its own stores before the next product.
 #pragma once
 
+#include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
@@ -25,7 +26,7 @@ class StoreRole {
       : shared_(shared), maps_(maps), p_(params) {}
 
   __device__ void Run() {
-    ForEachItem(shared_, [&](const TileItem& item) {
+    ForEachItem(shared_, p_.wait, [&](const TileItem& item) {
       Steps::With(item.step, [&]<typename Step>() { StoreItem<Step>(item); });
     });
   }
@@ -40,7 +41,7 @@ class StoreRole {
       for (int consumer = 0; consumer < item.num_consumers; ++consumer) {
         const uint32_t buffer = chunk % kStagingBuffers;
         const uint32_t turn = consumer * kStagingBuffers + buffer;
-        ptx::BarrierWait(AddressOf(shared_.staging_full[consumer], buffer), turns_ >> turn & 1);
+        BarrierWait(AddressOf(shared_.staging_full[consumer], buffer), turns_ >> turn & 1, p_.wait);
         turns_ ^= 1u << turn;
         Delay(DelaySite::kStore, item.row * 64 + item.n * 8 + chunk * 2 + consumer);
         if (ptx::ElectOne()) {

@@ -5,9 +5,9 @@
 
 namespace megamoe {
 
-// Where in a kernel a wait stands; kPhaseNames has its word for the error text.
-enum class Phase : uint32_t { kProbe };
-constexpr const char* kPhaseNames[] = {"probe"};
+// Which work a wait waits for; kPhaseNames has its word for the error text.
+enum class Phase : uint32_t { kProbe, kDispatch, kGateUp, kDown };
+constexpr const char* kPhaseNames[] = {"probe", "dispatch", "gate_up", "down"};
 
 enum class FaultCause : uint32_t { kDeadline, kAbort };
 

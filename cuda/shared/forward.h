@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "shared/fault.h"
 #include "shared/plan.h"
 #include "shared/trace.h"
 
@@ -42,6 +43,7 @@ struct ForwardParams {
   int I;
   int experts_per_block;  // E/B of the summation tree
   uint32_t parts;
+  WaitContext wait;
   PlanArrays plan;
   ForwardCounters counters;
   const int32_t* expert_idx;   // [T, K]

@@ -1,0 +1,49 @@
+"""A wait inside the forward that cannot end gives up and says for what; the process goes on."""
+
+import functools
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_megamoe import _ffi
+from jax_megamoe.config import Dims, MegaMoEConfig
+from tests.forward import dims_of, forward, operands, random_batch
+
+pytestmark = pytest.mark.gpu
+
+DEADLINE_S = 0.2
+# T, K, E, H, I: more items than a wave holds, so that many blocks wait at once.
+SIZE = (2048, 8, 16, 512, 512)
+
+
+@functools.partial(jax.jit, static_argnames=("dims", "launches"))
+def impatient(*arrays: Any, dims: Dims, launches: tuple[int, ...]) -> Any:
+    config = MegaMoEConfig(backend="cuda")
+    return _ffi.forward_call(
+        *arrays,
+        dims=dims,
+        config=config,
+        axis_name=None,
+        launches=launches,
+        deadline_s=DEADLINE_S,
+    )
+
+
+# One part without the one before it: its input never comes.
+@pytest.mark.parametrize(
+    ("launches", "phase"), [((2,), "dispatch"), ((4,), "gate_up"), ((8,), "down")]
+)
+def test_gives_up_and_names_the_phase(launches: tuple[int, ...], phase: str) -> None:
+    batch = random_batch(SIZE, "distinct")
+    arrays = operands(batch)
+    expected = np.asarray(forward(*arrays)[0])
+    start = time.perf_counter()
+    jax.block_until_ready(impatient(*arrays, dims=dims_of(batch), launches=launches))
+    assert time.perf_counter() - start < 60, "compilation included"
+    message = rf"ABORTED.*gave up waiting for rank 0 after \d+ ms: phase {phase}, .*block \d+"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(forward(*arrays))
+    np.testing.assert_array_equal(np.asarray(forward(*arrays)[0]), expected)
