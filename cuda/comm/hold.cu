@@ -72,6 +72,12 @@ CudaStatus HoldMultiprocessors(int count, uint64_t deadline_ns) {
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = holder.stream;
+  // In pairs where it can be: what stays free is pairs too, which the kernels' clusters need.
+  cudaLaunchAttribute pairs = {};
+  pairs.id = cudaLaunchAttributeClusterDimension;
+  pairs.val.clusterDim = {2, 1, 1};
+  config.attrs = &pairs;
+  config.numAttrs = count % 2 == 0 ? 1 : 0;
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, Hold, holder.device_page, deadline_ns));
   holder.count = count;
   const auto limit = std::chrono::steady_clock::now() + kStartLimit;
