@@ -181,13 +181,13 @@ def too_large() -> None:
     except MemoryError as error:
         texts["refused"] = str(error)
     refused_s = time.perf_counter() - start
-    ballast = jnp.zeros(int(0.5 * limit) // 4, jnp.float32).block_until_ready()
+    ballast = jnp.zeros(int(0.75 * limit) // 4, jnp.float32).block_until_ready()
     try:
-        call(0.7)
+        call(0.4)
     except jax.errors.JaxRuntimeError as error:
         texts["exhausted"] = str(error).splitlines()[0]
     del ballast
-    assert call(0.7) == []
+    assert call(0.4) == []
     done(limit=limit, refused_s=refused_s, **texts)
 
 

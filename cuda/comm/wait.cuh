@@ -44,41 +44,63 @@ __device__ inline void RecordFault(const WaitContext& context, const WaitSite& s
   ptx::StoreReleaseSystem(&page->record_epoch, context.epoch);
 }
 
-// Whether a wait that has lasted since start_ns has to give up: its deadline has passed, the host
-// has set the abort word, or another wait of the call gave up. Writes the record of the first.
+// Decides, for one wait, when to give up. Looked at once in so many polls, by one thread.
 //
-// The abort word lies across PCIe, about 1 us away: look once in so many polls.
-constexpr int kPollsPerLook = 64;
-__device__ inline bool GivesUp(const WaitContext& context, const WaitSite& site, uint32_t expected,
-                               uint32_t found, uint64_t start_ns) {
-  if (ptx::LoadRelaxed(context.failed_epoch) == context.epoch) return true;
-  const uint64_t waited_ns = ptx::GlobalTimerNs() - start_ns;
-  const bool aborted = Reached(ptx::LoadRelaxedSystem(&context.page->abort_epoch), context.epoch);
-  if (!aborted && waited_ns <= context.deadline_ns) return false;
-  const FaultCause cause = aborted ? FaultCause::kAbort : FaultCause::kDeadline;
-  RecordFault(context, site, cause, expected, found, waited_ns);
-  return true;
-}
+// The abort word lies across PCIe: over a thousand warps may wait at once, and if each read it
+// after every few polls, the reads would queue for longer than the wait. A wait of usual length
+// never reads it.
+class Patience {
+ public:
+  static constexpr int kPollsPerLook = 64;
 
-// Waits, with one thread, until poll() reaches `expected`; poll acquires what the writer of the
-// flag released. Returns false when the wait gave up; the caller then leaves and lets its
-// dependents do the same.
-//
-// Cost: one poll when the flag is there.
-template <typename Poll>
-__device__ inline bool BoundedWait(Poll poll, uint32_t expected, const WaitContext& context,
-                                   const WaitSite& site) {
-  uint32_t found = poll();
-  if (Reached(found, expected)) return true;
-  const uint64_t start_ns = ptx::GlobalTimerNs();
-  while (true) {
-#pragma unroll 1
-    for (int i = 0; i < kPollsPerLook; ++i) {
-      __nanosleep(32);
-      found = poll();
-      if (Reached(found, expected)) return true;
+  // True when the deadline has passed, the host has set the abort word, or another wait of the call
+  // gave up. Writes the record of the first.
+  __device__ inline bool IsOver(const WaitContext& context, const WaitSite& site, uint32_t expected,
+                                uint32_t found) {
+    if (ptx::LoadRelaxed(context.failed_epoch) == context.epoch) return true;
+    const uint64_t waited_ns = ptx::GlobalTimerNs() - start_ns_;
+    bool aborted = false;
+    if (waited_ns > next_look_ns_) {
+      next_look_ns_ = waited_ns + kLookNs;
+      aborted = Reached(ptx::LoadRelaxedSystem(&context.page->abort_epoch), context.epoch);
     }
-    if (GivesUp(context, site, expected, found, start_ns)) return false;
+    if (!aborted && waited_ns <= context.deadline_ns) return false;
+    const FaultCause cause = aborted ? FaultCause::kAbort : FaultCause::kDeadline;
+    RecordFault(context, site, cause, expected, found, waited_ns);
+    return true;
+  }
+
+ private:
+  static constexpr uint64_t kLookNs = 10'000'000;
+
+  const uint64_t start_ns_ = ptx::GlobalTimerNs();
+  uint64_t next_look_ns_ = kLookNs;
+};
+
+// Waits, with a whole warp, until what poll() finds reaches `expected` in every lane that `waits`;
+// poll acquires what the writer of the flag released. Returns false when the wait gave up; the
+// caller then leaves and lets its dependents do the same.
+//
+// Cost: one poll when the flags are there. pause_ns: between polls; short where a product waits.
+template <typename Poll>
+__device__ inline bool BoundedWait(bool waits, Poll poll, uint32_t expected, uint32_t pause_ns,
+                                   const WaitContext& context, const WaitSite& site) {
+  constexpr unsigned kAll = 0xffffffffu;
+  uint32_t found = waits ? poll() : expected;
+  unsigned late = __ballot_sync(kAll, !Reached(found, expected));
+  if (late == 0) return true;
+  Patience patience;
+  for (int polls = 1;; ++polls) {
+    __nanosleep(pause_ns);
+    if (waits) found = poll();
+    late = __ballot_sync(kAll, !Reached(found, expected));
+    if (late == 0) return true;
+    if (polls % Patience::kPollsPerLook != 0) continue;
+    bool is_over = false;
+    if (threadIdx.x % 32 == __ffs(late) - 1) {
+      is_over = patience.IsOver(context, site, expected, found);
+    }
+    if (__any_sync(kAll, is_over)) return false;
   }
 }
 

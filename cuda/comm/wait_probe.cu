@@ -18,11 +18,11 @@ __global__ __launch_bounds__(kThreads, 1) void WaitProbe(WaitContext context, in
     }
     ptx::StoreReleaseSystem(arrays.flag, kRaised);
   }
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < kReleaser) {
     const WaitSite site = {Phase::kProbe, /*peer=*/1, /*expert=*/3, /*block=*/7};
     const auto poll = [&] { return ptx::LoadAcquireSystem(arrays.flag); };
-    const bool came = BoundedWait(poll, kRaised, context, site);
-    *arrays.result = came;
+    const bool came = BoundedWait(true, poll, kRaised, /*pause_ns=*/0, context, site);
+    if (threadIdx.x == 0) *arrays.result = came;
     if (!came && trap_on_fault) __trap();
   }
 }

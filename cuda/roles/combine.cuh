@@ -167,8 +167,7 @@ class CombineRole {
   __device__ __forceinline__ bool WaitForRows(const Flag& flag) {
     const WaitSite site = {flag.phase, p_.wait.rank, -1, max(row_, 0) / kTileRows};
     const auto poll = [&] { return ptx::LoadAcquire(flag.counter); };
-    const bool came = row_ < 0 || BoundedWait(poll, flag.expected, p_.wait, site);
-    return __all_sync(kAllLanes, came);
+    return BoundedWait(row_ >= 0, poll, flag.expected, /*pause_ns=*/200, p_.wait, site);
   }
 
   // ---- batches: all routes of a token, and as many columns as fit ----

@@ -96,8 +96,7 @@ class LoadRole {
     const Flag flag = Step::Input(p_, tile);
     const WaitSite site = {flag.phase, p_.wait.rank, item.expert, tile};
     const auto poll = [&] { return ptx::LoadAcquire(flag.counter); };
-    const bool came = BoundedWait(poll, flag.expected, p_.wait, site);
-    return __all_sync(kAllLanes, came);
+    return BoundedWait(true, poll, flag.expected, /*pause_ns=*/32, p_.wait, site);
   }
 
   // Whether the next item is there and what it reads is ready.

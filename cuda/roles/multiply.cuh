@@ -29,7 +29,8 @@ class MultiplyRole {
     for (int i = 0; i < 128; ++i) acc_[i] = 0;
     ForEachItem(shared_, p_.wait, [&](const TileItem& item) {
       Steps::With(item.step, [&]<typename Step>() {
-        const TraceScope trace(p_.trace, Step::kPart, consumer_ == 0 && IsThread0());
+        const bool is_recorder = consumer_ == 0 && item.num_consumers > 0 && IsThread0();
+        const TraceScope trace(p_.trace, Step::kPart, is_recorder);
         const int num_k_blocks = Step::NumKBlocks(p_);
         Delay(DelaySite::kMultiply, item.row * 64 + item.n);
         if (consumer_ >= item.num_consumers) {
