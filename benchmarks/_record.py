@@ -27,6 +27,12 @@ def device() -> str:
     return jax.devices()[0].device_kind
 
 
+def need_gpu() -> None:
+    """Ends the program with one line where JAX has no GPU."""
+    if jax.default_backend() != "gpu":
+        raise SystemExit(f"this benchmark needs a Hopper GPU; JAX runs on {device()} here")
+
+
 def commit() -> tuple[str, bool]:
     """The commit of the checkout, and whether its sources were changed since.
 

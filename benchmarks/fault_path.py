@@ -18,7 +18,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _record import write
+from _record import need_gpu, write
 
 from jax_megamoe import _ffi
 
@@ -130,6 +130,7 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(observe(arguments.child)), flush=True)
         return
+    need_gpu()
     rows = [observe_in_child(report) for report in REPORTS]
     columns = ("report", "raised_by", "dispatch_us_no_wait", "dispatch_us_20ms_wait")
     columns += ("ready_us_20ms_wait", "process_goes_on", "exit_code")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _record import smi, write
+from _record import need_gpu, smi, write
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
@@ -96,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Device time of one call of the plan kernel.")
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     out = parser.parse_args().out
+    need_gpu()
     records = measure(Dims(T=16384, K=8, E=128, R=1, H=2048, I=768))
     if out:
         write(out, records)

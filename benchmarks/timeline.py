@@ -13,7 +13,7 @@ import pathlib
 
 import jax
 import numpy as np
-from _record import device, write
+from _record import device, need_gpu, write
 from _shapes import BASE, SETS, Shape, inputs
 from _timing import Method, Run, load, seconds_of
 from _trace import Trace, decode, draw, summary
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--png", type=pathlib.Path, help="draw the timeline into this file")
     parser.add_argument("--out", type=pathlib.Path, help="write the summary to this JSON file")
     options = parser.parse_args()
+    need_gpu()
     shape = SHAPES[options.shape]
     trace, times = traced_call(shape)
     lines = summary(trace)

@@ -5,7 +5,6 @@ Sizes are Python integers, so nothing wraps before it is compared with what 64 b
 
 import dataclasses
 import math
-import operator
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe.config import INT32_MAX, TILE_ROWS, Dims
+from jax_megamoe.config import INT32_MAX, KERNEL_MULTIPLE, TILE_ROWS, Dims
 from jax_megamoe.plan import (
     Plan,
     Step,
@@ -90,9 +89,10 @@ def memory_plan(*, T: int, K: int, E: int, H: int, I: int, R: int = 1) -> Memory
       ValueError: a size outside the kernels' limits, or more bytes than 64 bits hold, naming it.
     """
     sizes = {"T": T, "K": K, "E": E, "R": R, "H": H, "I": I}
-    dims = Dims(**{name: operator.index(size) for name, size in sizes.items()})
-    check_size("H", dims.H, INT32_MAX)
-    check_size("I", dims.I, INT32_MAX)
+    for name, size in sizes.items():
+        multiple = KERNEL_MULTIPLE if name in ("H", "I") else 1
+        check_size(name, size, INT32_MAX, least=0 if name == "T" else 1, multiple=multiple)
+    dims = Dims(**{name: int(size) for name, size in sizes.items()})
     return _memory_plan(dims)
 
 

@@ -58,11 +58,14 @@ def check_flag(name: str, value: Any) -> None:
         refuse(TypeError, name, f"{value!r} ({type(value).__name__})", "True or False, static")
 
 
-def check_size(name: str, value: Any, most: int) -> None:
+def check_size(name: str, value: Any, most: int, *, least: int = 1, multiple: int = 1) -> None:
+    allowed = f"in {least}..{most}"
+    if multiple > 1:
+        allowed += f" and a multiple of {multiple}"
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        refuse(TypeError, name, f"{value!r} ({type(value).__name__})", f"an int in 1..{most}")
-    if not 1 <= value <= most:
-        refuse(ValueError, name, str(value), f"in 1..{most}")
+        refuse(TypeError, name, f"{value!r} ({type(value).__name__})", f"an int {allowed}")
+    if not least <= value <= most or value % multiple:
+        refuse(ValueError, name, str(value), allowed)
 
 
 def check_float_dtype(name: str, value: Any) -> None:

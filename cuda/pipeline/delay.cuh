@@ -2,10 +2,10 @@
 // sites, which moves every event of the protocol against every other. Other builds have no code
 // here.
 //
-// Each role calls Delay once for each thing it does, right before it waits, signals or issues a
-// copy. `event` says which thing that is (an item's row + k, a chunk, a token): with seed, site,
-// block and warp it decides the delay, so a seed stands for one set of delays, although what they
-// meet depends on the machine.
+// Each role calls Delay where it issues a copy, finishes a piece of work or signals it. `event`
+// says which thing that is (an item's row + k, a chunk, a token): with seed, site, block and warp
+// it decides the delay, so a seed stands for one set of delays, although what they meet depends on
+// the machine.
 #pragma once
 
 #include <cstdint>

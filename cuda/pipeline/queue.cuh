@@ -1,8 +1,8 @@
 // The queue of the kernel: a pair of blocks claims items in the order of the plan's waves, and the
 // warps of both walk them.
 //
-// Whatever an item waits for was claimed before it, so the kernel finishes with any number of
-// resident pairs.
+// The items that an item waits for were claimed before it, and the rows are copied by warps that
+// wait for nobody: the kernel finishes with any number of resident pairs.
 #pragma once
 
 #include "comm/wait.cuh"

@@ -1,16 +1,16 @@
 // Load: announces items and feeds the stages.
 //
-// reads      the plan's items; the weights and h (TMA)
+// reads      the plan's items; the weights, x in the pool and h (TMA)
 // writes     items and stages in shared memory, of both blocks of the pair
-// waits on   item_empty, item_full, stage_empty; Step::Input of the item: what it reads was
-//            claimed earlier, so that its writer makes progress whatever blocks are resident
-// signals    item_full, stage_full
+// waits on   item_empty, item_full, stage_empty; Step::Input of the item: items that were claimed
+//            earlier, or rows that dispatch warps copy without waiting for anybody
+// signals    item_full, item_empty, stage_full
 // threads    one warp of each block, all lanes converged; one lane issues. The first block's warp
 //            claims the items for both.
 //
 // The blocks of a pair share an operand: of a tall item each loads half of the columns for both, of
-// a wide one half of the rows. That is a third less to read from L2, which costs power and with it
-// clock: products alone gained 2.4 % on an H200, 4 % beside copies.
+// a wide one half of the rows. That is a third less to read from L2 in tall items, which costs
+// power and with it clock: products alone gained 2.4 % on an H200, 4 % beside copies.
 #pragma once
 
 #include "comm/wait.cuh"

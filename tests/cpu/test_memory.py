@@ -73,7 +73,7 @@ def test_pool_is_bounded(tokens: int, ranks: int) -> None:
 
 
 def test_more_bytes_than_64_bits_hold_are_refused_by_name() -> None:
-    most = 2**31 - 1
+    most = 2**31 - 64
     with pytest.raises(ValueError, match=rf"64 bits hold; the largest array is w_gate .*{most}"):
         memory_plan(T=1, K=1, E=512, H=most, I=most)
 
@@ -84,11 +84,13 @@ def test_more_bytes_than_64_bits_hold_are_refused_by_name() -> None:
         ({"K": 33}, ValueError, "K = 33"),
         ({"E": 513}, ValueError, "E = 513"),
         ({"R": 3}, ValueError, "R = 3"),
-        ({"T": -1}, ValueError, "T = -1"),
+        ({"T": -1}, ValueError, "T: was -1"),
         ({"H": 0}, ValueError, "H: was 0"),
         ({"I": 2**31}, ValueError, "I: was 2147483648"),
         ({"T": 2**31 - 1, "K": 32}, ValueError, "routes R[*]T[*]K"),
-        ({"H": 64.0}, TypeError, "float"),
+        ({"H": 64.0}, TypeError, "H: was 64.0"),
+        ({"T": 1.5}, TypeError, "T: was 1.5"),
+        ({"H": 40}, ValueError, "H: was 40.*a multiple of 64"),
     ],
 )
 def test_sizes_are_judged(letters: dict[str, Any], error: type[Exception], match: str) -> None:
