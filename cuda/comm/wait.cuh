@@ -44,6 +44,11 @@ __device__ inline void RecordFault(const WaitContext& context, const WaitSite& s
   ptx::StoreReleaseSystem(&page->record_epoch, context.epoch);
 }
 
+// Whether a wait of the call has given up.
+__device__ __forceinline__ bool HasFailed(const WaitContext& context) {
+  return ptx::LoadRelaxed(context.failed_epoch) == context.epoch;
+}
+
 // Decides, for one wait, when to give up. Looked at once in so many polls, by one thread.
 //
 // The abort word lies across PCIe: over a thousand warps may wait at once, and if each read it
@@ -57,7 +62,7 @@ class Patience {
   // gave up. Writes the record of the first.
   __device__ inline bool IsOver(const WaitContext& context, const WaitSite& site, uint32_t expected,
                                 uint32_t found) {
-    if (ptx::LoadRelaxed(context.failed_epoch) == context.epoch) return true;
+    if (HasFailed(context)) return true;
     const uint64_t waited_ns = ptx::GlobalTimerNs() - start_ns_;
     bool aborted = false;
     if (waited_ns > next_look_ns_) {
@@ -105,14 +110,23 @@ __device__ inline bool BoundedWait(bool waits, Poll poll, uint32_t expected, uin
 }
 
 // Waits for a phase of a barrier in shared memory. Returns false when a wait of the call has given
-// up, since whoever should arrive may have left; what the caller does then ends up in no result.
+// up, since whoever should arrive may have left. The caller then hands on nothing that it did not
+// get, and copies nothing more; what it computes ends up in no result.
 __device__ __forceinline__ bool BarrierWait(uint32_t barrier, uint32_t parity,
                                             const WaitContext& context) {
   return ptx::BarrierWaitUnless(barrier, parity, context.failed_epoch, context.epoch);
 }
 
-// Lets copies land that a role has on their way when it stops early: the blocks of a cluster end
-// together (ptx::ClusterSync), and nothing may be written to them afterwards.
-__device__ __forceinline__ void LetCopiesLand() { __nanosleep(100000); }
+// The end of a kernel of two blocks a cluster. Neither leaves while the other may still arrive at
+// its barriers; and of a call that has failed, none before copies on their way, which nobody waits
+// for any more, have landed.
+__device__ __forceinline__ void LeaveTogether(const WaitContext& context) {
+  if (HasFailed(context)) {
+    constexpr uint64_t kLandingNs = 100'000;
+    const uint64_t start_ns = ptx::GlobalTimerNs();
+    while (ptx::GlobalTimerNs() - start_ns < kLandingNs) __nanosleep(1000);
+  }
+  ptx::ClusterSync();
+}
 
 }  // namespace megamoe

@@ -2,12 +2,15 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "ffi/arguments.h"
 #include "ffi/common.h"
 #include "host/forward.h"
+#include "shared/forward.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace megamoe {
@@ -41,6 +44,41 @@ ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attri
   return MakeError(ffi::ErrorCode::kUnimplemented,
                    "the kernels of this version hold all experts on one GPU; for experts over " +
                        std::to_string(*ranks) + " GPUs call with backend=\"reference\"");
+}
+
+std::string Text(ffi::Span<const int64_t> sizes) {
+  std::string text = "[";
+  for (const int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+template <typename Buffer>
+ffi::Error CheckShape(const char* name, const Buffer& operand, std::vector<int64_t> sizes) {
+  const ffi::Span<const int64_t> found = operand.dimensions();
+  if (std::equal(found.begin(), found.end(), sizes.begin(), sizes.end())) {
+    return ffi::Error::Success();
+  }
+  return Invalid(std::string("forward: operand ") + name + " is " + Text(found) +
+                 "; it goes with " + Text(ffi::Span<const int64_t>(sizes.data(), sizes.size())));
+}
+
+// What the kernel's two steps and its parts allow.
+ffi::Error CheckAttributes(ffi::Span<const int64_t> steps, ffi::Span<const int64_t> launches,
+                           int64_t H, int64_t I) {
+  constexpr int64_t kMultiple = 64;
+  constexpr int64_t kAllParts = kDispatch | kGateUp | kDown | kCombine;
+  if (H % kMultiple != 0 || I % kMultiple != 0) {
+    return Invalid("forward: H is " + std::to_string(H) + " and I " + std::to_string(I) +
+                   "; both may be multiples of 64");
+  }
+  if (steps.size() != 2 * 3) return Invalid("forward: attribute steps is not that of two steps");
+  for (const int64_t parts : launches) {
+    if (parts < 1 || parts > kAllParts) {
+      return Invalid("forward: attribute launches holds " + std::to_string(parts) +
+                     "; a launch does parts 1 to 15");
+    }
+  }
+  return ffi::Error::Success();
 }
 
 // B is computed in jax_megamoe/config.py; the kernel walks a tree of at most 8 blocks.
@@ -89,6 +127,12 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix x, Ids expert
   const int64_t T = routing[1];
   const int64_t H = x.dimensions()[1];
   const int64_t I = w_gate.dimensions()[2];
+  for (const ffi::Error& error :
+       {CheckShape("x", x, {T, H}), CheckShape("expert_weight", expert_weight, {T, routing[2]}),
+        CheckShape("w_gate", w_gate, {experts, H, I}), CheckShape("w_up", w_up, {experts, H, I}),
+        CheckShape("w_down", w_down, {experts, I, H}), CheckAttributes(*steps, *launches, H, I)}) {
+    if (error.failure()) return error;
+  }
   const int64_t pool_rows = PlanFields(*plan)[3].elements;
   constexpr int kFirst = 1 + kNumPlanResults;
   const ffi::ErrorOr<void*> y = ReadResult<ffi::BF16>(results, 0, "y", T * H);

@@ -48,6 +48,7 @@ CudaStatus OpenFaultChannel(int device) {
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaHostGetDevicePointer(&channel.device_page, channel.page, 0));
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMalloc(&channel.failed_epoch, sizeof(uint32_t)));
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemset(channel.failed_epoch, 0, sizeof(uint32_t)));
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(nullptr));  // the memset may return before
   const std::lock_guard<std::mutex> lock(Mutex());
   Channels()[device] = channel;
   return {};

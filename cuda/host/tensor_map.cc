@@ -10,15 +10,16 @@ namespace {
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 // From the driver that is loaded: the library does not link libcuda.
+EncodeTiled LookUpEncode() {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                             12000, cudaEnableDefault, &result);
+  return error == cudaSuccess ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
+}
+
 CudaStatus FindEncode(EncodeTiled* encode) {
-  static EncodeTiled found = nullptr;
-  if (found == nullptr) {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    MEGAMOE_RETURN_IF_CUDA_ERROR(cudaGetDriverEntryPointByVersion(
-        "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result));
-    found = reinterpret_cast<EncodeTiled>(entry);
-  }
+  static const EncodeTiled found = LookUpEncode();
   *encode = found;
   return found != nullptr ? CudaStatus{}
                           : CudaStatus{cudaErrorNotSupported, "cuTensorMapEncodeTiled"};

@@ -35,7 +35,8 @@ __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& m
       DispatchRole(shared, p, comm_warp).Run();
       ZeroUnrouted(p, blockIdx.x * kCombineWarps + comm_warp, gridDim.x * kCombineWarps);
     }
-    if (p.parts & kCombine) {
+    // Pieces become batches: nothing may be on its way into them.
+    if ((p.parts & kCombine) && !HasFailed(p.wait)) {
       const int first = comm_warp * kCombineBatches;
       CombineRole<kCombineBatches>(p, shared.combine + first, AddressOf(shared.batch_full, first))
           .Run();
@@ -46,13 +47,15 @@ __device__ __forceinline__ void Serve(SharedMemory& shared, const ForwardMaps& m
 // The products of one warpgroup, then a share of the sums that are left.
 __device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const ForwardParams& p,
                                                  int consumer, int consumer_warp) {
-  if (p.parts & (kGateUp | kDown)) MultiplyRole<ForwardSteps>(shared, p, consumer).Run();
+  bool came = true;
+  if (p.parts & (kGateUp | kDown)) came = MultiplyRole<ForwardSteps>(shared, p, consumer).Run();
   if (p.parts & kCombine) {
     // The stages become batches: no product may read them any more. Nor does the peer copy into
-    // them: this block's products have waited for all its copies.
+    // them: this block's products have waited for all its copies, unless a wait gave up.
     __syncwarp();
     if (ptx::ElectOne()) ptx::BarrierArrive(AddressOf(shared.products_end, 0));
-    BarrierWait(AddressOf(shared.products_end, 0), 0, p.wait);
+    came &= BarrierWait(AddressOf(shared.products_end, 0), 0, p.wait) && !HasFailed(p.wait);
+    if (!__all_sync(kAllLanes, came)) return;
     const int first = consumer_warp * kHelperBatches;
     CombineRole<kHelperBatches>(p, reinterpret_cast<Batch*>(shared.stages) + first,
                                 AddressOf(shared.batch_full, kAllCombineBatches + first))
@@ -75,11 +78,11 @@ __global__ __cluster_dims__(kPairBlocks)
   if (group == 0) {
     ptx::GiveRegisters<kServiceRegisters>();
     Serve(shared, maps, p, warp);
-    ptx::ClusterSync();  // the peer may still arrive here
+    LeaveTogether(p.wait);
   } else {
     ptx::TakeRegisters<kMultiplyRegisters>();
     MultiplyThenHelp(shared, p, group - 1, warp - kGroupThreads / kWarpThreads);
-    ptx::ClusterSync();
+    LeaveTogether(p.wait);
   }
 }
 

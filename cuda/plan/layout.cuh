@@ -53,7 +53,7 @@ __device__ inline void AddChunks(const uint32_t* chunk_counts, int experts, int 
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int at = chunk + i * groups;
-      packed[i] = at < end ? __ldg(chunk_counts + at * experts + expert) : 0;
+      packed[i] = at < end ? __ldcg(chunk_counts + at * experts + expert) : 0;
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {

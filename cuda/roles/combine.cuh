@@ -11,7 +11,8 @@
 // way, where loads into registers would leave it waiting for memory.
 //
 // A token's routes of one expert block are added in choice order, the blocks by a balanced binary
-// tree. A block without a route adds +0, which changes no sum, since no sum is -0.
+// tree. A block without a route adds +0, which changes no sum but -0. A product is fused into its
+// sum (fmaf).
 #pragma once
 
 #include "comm/wait.cuh"
@@ -39,8 +40,7 @@ class CombineRole {
     NextToken();
     for (;;) {
       while (num_in_flight_ < kNumBatches && token_ >= 0 && RowsAreReady()) IssueBatch();
-      if (num_in_flight_ == 0) return;
-      SumBatch();
+      if (num_in_flight_ == 0 || !SumBatch()) return;
     }
   }
 
@@ -200,10 +200,11 @@ class CombineRole {
     if (column_ == p_.H) NextToken();
   }
 
-  // Sums the oldest batch into y.
-  __device__ __forceinline__ void SumBatch() {
+  // Sums the oldest batch into y; false when its rows did not come.
+  __device__ __forceinline__ bool SumBatch() {
     const TraceScope trace(p_.trace, kCombine, lane_ == 0);
-    BarrierWait(batch_full_ + sum_ * sizeof(uint64_t), sum_parity_, p_.wait);
+    const uint32_t barrier = batch_full_ + sum_ * sizeof(uint64_t);
+    if (!__all_sync(kAllLanes, BarrierWait(barrier, sum_parity_, p_.wait))) return false;
     const Batch& batch = batches_[sum_];
     Delay(DelaySite::kCombine, ~batch.token);
     const int num_rows = batch.num_rows;
@@ -224,6 +225,7 @@ class CombineRole {
       sum_parity_ ^= 1;
     }
     --num_in_flight_;
+    return true;
   }
 
   const ForwardParams& p_;

@@ -31,8 +31,26 @@ class LoadRole {
   __device__ LoadRole(SharedMemory& shared, const Maps& maps, const Params& params)
       : shared_(shared), maps_(maps), p_(params), rank_(ptx::ClusterRank()), queue_(params) {}
 
+  // Ends when a wait gives up: then nothing may be copied any more, least of all to the peer.
   __device__ void Run() {
-    if (!LoadItems()) LetCopiesLand();
+    ExpectItem();
+    if (rank_ == 0) {
+      queue_.Claim();
+      if (!AnnounceNext()) return;
+    }
+    for (;;) {
+      if (!Wait(AddressOf(shared_.item_full, slot_.index), slot_.parity)) return;
+      const TileItem item = ReadItem(shared_, slot_.index);
+      slot_.Advance();
+      if (item.step == kNoMoreItems) return;
+      ExpectItem();
+      const bool ready = next_ready_;
+      announced_ = rank_ != 0;
+      next_ready_ = false;
+      bool loaded = false;
+      Steps::With(item.step, [&]<typename Step>() { loaded = LoadItem<Step>(item, ready); });
+      if (!loaded || (!announced_ && !AnnounceNext())) return;
+    }
   }
 
  private:
@@ -40,28 +58,6 @@ class LoadRole {
   // that neither latency falls between two items.
   static constexpr int kAnnounceAhead = 8;
   static constexpr int kPollAhead = 3;
-
-  // False when a wait gave up: then nothing may be copied any more, least of all to the peer.
-  __device__ __forceinline__ bool LoadItems() {
-    ExpectItem();
-    if (rank_ == 0) {
-      queue_.Claim();
-      if (!AnnounceNext()) return false;
-    }
-    for (;;) {
-      if (!Wait(AddressOf(shared_.item_full, slot_.index), slot_.parity)) return false;
-      const TileItem item = ReadItem(shared_, slot_.index);
-      slot_.Advance();
-      if (item.step == kNoMoreItems) return true;
-      ExpectItem();
-      const bool ready = next_ready_;
-      announced_ = rank_ != 0;
-      next_ready_ = false;
-      bool loaded = false;
-      Steps::With(item.step, [&]<typename Step>() { loaded = LoadItem<Step>(item, ready); });
-      if (!loaded || (!announced_ && !AnnounceNext())) return false;
-    }
-  }
 
   __device__ __forceinline__ bool Wait(uint32_t barrier, uint32_t parity) const {
     return __all_sync(kAllLanes, BarrierWait(barrier, parity, p_.wait));

@@ -24,7 +24,8 @@ class MultiplyRole {
   __device__ MultiplyRole(SharedMemory& shared, const Params& params, int consumer)
       : shared_(shared), p_(params), consumer_(consumer) {}
 
-  __device__ void Run() {
+  // Returns false when a wait gave up.
+  __device__ bool Run() {
 #pragma unroll
     for (int i = 0; i < 128; ++i) acc_[i] = 0;
     ForEachItem(shared_, p_.wait, [&](const TileItem& item) {
@@ -41,23 +42,30 @@ class MultiplyRole {
         }
       });
     });
+    return came_;
   }
 
  private:
   __device__ __forceinline__ bool IsThread0() const { return threadIdx.x % kGroupThreads == 0; }
   __device__ __forceinline__ bool IsLane0() const { return threadIdx.x % kWarpThreads == 0; }
 
-  // Tells both blocks of the pair, a lane each: either may copy into the stage of both.
+  __device__ __forceinline__ void WaitFor(uint32_t barrier, uint32_t parity) {
+    came_ &= BarrierWait(barrier, parity, p_.wait);
+  }
+
+  // Tells both blocks of the pair, a lane each: either may copy into the stage of both. A stage
+  // that did not come is kept: its copies may still be on their way.
   __device__ __forceinline__ void ReleaseStage(uint32_t stage) {
     const uint32_t lane = threadIdx.x % kWarpThreads;
-    if (lane < kPairBlocks) ptx::BarrierArriveAt(AddressOf(shared_.stage_empty, stage), lane);
+    if (lane < kPairBlocks && came_)
+      ptx::BarrierArriveAt(AddressOf(shared_.stage_empty, stage), lane);
   }
 
   // The consumer's half of the tile is all pads: only the stages are handed back.
   __device__ __forceinline__ void Skip(int num_k_blocks) {
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
-      BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity, p_.wait);
+      WaitFor(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
       ReleaseStage(stage_.index);
       stage_.Advance();
     }
@@ -69,7 +77,7 @@ class MultiplyRole {
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
-      BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity, p_.wait);
+      WaitFor(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
       const uint32_t address = AddressOf(shared_.stages, stage_.index);
       const uint64_t a = ptx::TileDescriptor<kA>(address + consumer_ * ptx::kChunkBytes);
       const uint64_t b = ptx::TileDescriptor<kB>(address + kStageABytes);
@@ -102,8 +110,8 @@ class MultiplyRole {
       const uint32_t buffer = chunk % kStagingBuffers;
       Delay(DelaySite::kMultiply, chunk + 4 * staging_turns_);
       const uint32_t base = AddressOf(shared_.staging[consumer_], buffer) + row * 128;
-      BarrierWait(AddressOf(shared_.staging_empty[consumer_], buffer),
-                  (staging_turns_ >> buffer & 1) ^ 1, p_.wait);
+      WaitFor(AddressOf(shared_.staging_empty[consumer_], buffer),
+              (staging_turns_ >> buffer & 1) ^ 1);
       staging_turns_ ^= 1u << buffer;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
@@ -124,6 +132,7 @@ class MultiplyRole {
   const int consumer_;
   RingPosition<kNumStages> stage_;
   uint32_t staging_turns_ = 0;  // a parity bit for each staging buffer
+  bool came_ = true;            // whatever was waited for
   float acc_[128];
 };
 

@@ -41,7 +41,8 @@ class StoreRole {
       for (int consumer = 0; consumer < item.num_consumers; ++consumer) {
         const uint32_t buffer = chunk % kStagingBuffers;
         const uint32_t turn = consumer * kStagingBuffers + buffer;
-        BarrierWait(AddressOf(shared_.staging_full[consumer], buffer), turns_ >> turn & 1, p_.wait);
+        const uint32_t barrier = AddressOf(shared_.staging_full[consumer], buffer);
+        if (!__all_sync(kAllLanes, BarrierWait(barrier, turns_ >> turn & 1, p_.wait))) return;
         turns_ ^= 1u << turn;
         Delay(DelaySite::kStore, item.row * 64 + item.n * 8 + chunk * 2 + consumer);
         if (ptx::ElectOne()) {

@@ -14,13 +14,14 @@ from tests.forward import dims_of, forward, operands, random_batch
 
 pytestmark = pytest.mark.gpu
 
-DEADLINE_S = 0.2
 # T, K, E, H, I: more items than a wave holds, so that many blocks wait at once.
 SIZE = (2048, 8, 16, 512, 512)
 
 
-@functools.partial(jax.jit, static_argnames=("dims", "launches"))
-def impatient(*arrays: Any, dims: Dims, launches: tuple[int, ...]) -> Any:
+@functools.partial(jax.jit, static_argnames=("dims", "launches", "deadline_s"))
+def impatient(
+    *arrays: Any, dims: Dims, launches: tuple[int, ...] = _ffi.FUSED, deadline_s: float = 0.2
+) -> Any:
     config = MegaMoEConfig(backend="cuda")
     return _ffi.forward_call(
         *arrays,
@@ -28,7 +29,7 @@ def impatient(*arrays: Any, dims: Dims, launches: tuple[int, ...]) -> Any:
         config=config,
         axis_name=None,
         launches=launches,
-        deadline_s=DEADLINE_S,
+        deadline_s=deadline_s,
     )
 
 
@@ -46,4 +47,25 @@ def test_gives_up_and_names_the_phase(launches: tuple[int, ...], phase: str) -> 
     message = rf"ABORTED.*gave up waiting for rank 0 after \d+ ms: phase {phase}, .*block \d+"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(forward(*arrays))
+    np.testing.assert_array_equal(np.asarray(forward(*arrays)[0]), expected)
+
+
+@pytest.mark.parametrize("deadline_us", [1, 50, 100, 200, 400])
+def test_gives_up_in_the_middle(deadline_us: int) -> None:
+    """Waits that are no fault last longer: some blocks stop while others multiply and sum."""
+    batch = random_batch((16384, 8, 32, 1024, 512), "distinct")
+    arrays, dims = operands(batch), dims_of(batch)
+    expected = np.asarray(forward(*arrays)[0])
+    faults = 0
+    for _ in range(30):
+        try:
+            jax.block_until_ready(impatient(*arrays, dims=dims, deadline_s=deadline_us * 1e-6))
+        except jax.errors.JaxRuntimeError as error:  # of the call before
+            assert "gave up waiting" in str(error)
+            faults += 1
+    assert faults > 0
+    try:
+        jax.block_until_ready(forward(*arrays))
+    except jax.errors.JaxRuntimeError as error:
+        assert "gave up waiting" in str(error)
     np.testing.assert_array_equal(np.asarray(forward(*arrays)[0]), expected)
