@@ -100,6 +100,7 @@ def forward_call(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: AxisName,
+    keep_gate_up: bool = False,
     launches: Sequence[int] = FUSED,
     deadline_s: float = WAIT_DEADLINE_S,
     trace: bool = False,
@@ -108,6 +109,7 @@ def forward_call(
 
     Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight to float32.
       axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
+      keep_gate_up: also returns what the backward then needs not compute again.
       launches: the parts that each launch of the kernel does, see cuda/shared/forward.h; UNFUSED
         does the same work one part at a time.
       deadline_s: how long a wait inside the kernel may last; then the kernel ends, and the next
@@ -115,8 +117,9 @@ def forward_call(
       trace: also records when each piece of the work ran.
 
     Returns:
-      y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert; with trace
-      also the TraceRecords of cuda/shared/trace.h, int32 [1 + capacity, 4].
+      y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert; with
+      keep_gate_up also g beside u of every pool row, bf16 [P, 2I]; with trace also the TraceRecords
+      of cuda/shared/trace.h, int32 [1 + capacity, 4].
 
     Raises:
       MemoryError, ValueError: as `memory.check_fits`.
@@ -124,6 +127,9 @@ def forward_call(
     register()
     check_fits(dims)
     results = forward_results(dims)
+    num_workspace = len(results) - 2
+    if keep_gate_up:
+        results.append(ArraySize("gate_up", (dims.pool_rows, 2 * dims.I), np.dtype(jnp.bfloat16)))
     if trace:
         results.append(trace_result(dims))
     call = jax.ffi.ffi_call(FORWARD, _results(x, results))
@@ -139,7 +145,7 @@ def forward_call(
     )
     # One source needs no sum, which would be a kernel of its own.
     counts = counts[0] if dims.R == 1 else counts.sum(axis=0, dtype=jnp.int32)
-    return y.astype(x.dtype), counts, *(rest[-1:] if trace else ())
+    return y.astype(x.dtype), counts, *rest[num_workspace:]
 
 
 def backward_call(
@@ -154,8 +160,12 @@ def backward_call(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: AxisName,
+    gate_up: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """The backward custom call of one rank; operands as for `forward_call`, dy [T, H].
+
+    gate_up: what `forward_call` kept of the same arrays, the last operand; None: the kernel
+    computes g and u again.
 
     Returns:
       dx [T, H] in the dtype of x, dw float32 [T, K] and, with config.trainable_experts, the float32
@@ -173,7 +183,8 @@ def backward_call(
     call = jax.ffi.ffi_call(BACKWARD, results)
     attributes = _attributes(dims, config, axis_name)
     operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
-    dx, *rest = call(jnp.asarray(dy, jnp.bfloat16), *operands, **attributes)
+    kept = () if gate_up is None else (gate_up,)
+    dx, *rest = call(jnp.asarray(dy, jnp.bfloat16), *operands, *kept, **attributes)
     return dx.astype(x.dtype), *rest
 
 

@@ -12,6 +12,7 @@ import dataclasses
 PRECISIONS = ("bf16", "float32")
 ACTIVATIONS = ("swiglu",)
 BACKENDS = ("auto", "cuda", "reference")
+SAVES = ("none", "gate_up")
 RANK_COUNTS = (1, 2, 4, 8)
 BLOCK_COUNTS = (8, 4, 2, 1)
 # Pool rows of an expert start at a multiple of this and are padded to the next one.
@@ -37,6 +38,10 @@ class MegaMoEConfig:
       activation: "swiglu", silu(x Wg) * (x Wu).
       backend: "cuda" (the kernels), "reference" (pure JAX, any platform) or "auto",
         which is the reference until the kernels have a backward.
+      save: what the forward keeps for the backward beside its inputs. "none": nothing, g = x Wg and
+        u = x Wu are computed again. "gate_up": both, [P, 2I] of each rank, bf16 as the backward
+        rounds them, so that gradients are the same bits (float32 with precision="float32"). Under
+        `jax.checkpoint` it is kept where the policy saves the name `ops.GATE_UP_NAME`.
       trainable_experts: False does no weight-gradient work; the three weights get zero gradients.
       return_counts: True also returns the number of rows of each local expert, int32 [E/R].
       debug_checks: True raises at run time for an expert id that is neither -1 nor in [0, E).
@@ -45,6 +50,7 @@ class MegaMoEConfig:
     precision: str = "bf16"
     activation: str = "swiglu"
     backend: str = "auto"
+    save: str = "none"
     trainable_experts: bool = True
     return_counts: bool = False
     debug_checks: bool = False
@@ -64,6 +70,16 @@ class Dims:
     @property
     def experts_per_rank(self) -> int:
         return self.E // self.R
+
+    @property
+    def pool_rows(self) -> int:
+        """P: rows that hold any routing.
+
+        All routes are local, and every expert's last tile holds one row: T K + 127 E/R at most.
+        """
+        routes, experts = self.R * self.T * self.K, self.experts_per_rank
+        tiles = routes if routes < experts else experts + (routes - experts) // TILE_ROWS
+        return tiles * TILE_ROWS
 
     @property
     def num_blocks(self) -> int:

@@ -1,8 +1,11 @@
 """`mega_moe`: the op, as one device inside `jax.shard_map` sees it, and its gradient."""
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name_fwd
 
 from jax_megamoe import _ffi, reference
 from jax_megamoe._guard import guard
@@ -12,6 +15,9 @@ from jax_megamoe.validation import check_call
 
 Array = jax.Array
 ArrayLike = jax.Array | np.ndarray
+
+# The name of what save="gate_up" keeps, for the policies of jax.checkpoint.
+GATE_UP_NAME = "megamoe_gate_up"
 
 
 def mega_moe(
@@ -26,6 +32,7 @@ def mega_moe(
     precision: str = "bf16",
     activation: str = "swiglu",
     backend: str = "auto",
+    save: str = "none",
     trainable_experts: bool = True,
     return_counts: bool = False,
     debug_checks: bool = False,
@@ -33,7 +40,8 @@ def mega_moe(
     """What a mixture-of-experts layer does after routing: y_t = sum_k w_tk MLP_{e_tk}(x_t).
 
     MLP_e(x) = (silu(x Wg_e) * (x Wu_e)) Wd_e. Differentiable once, in reverse mode, in x,
-    expert_weight and the three weights; the residuals are the inputs. Dropless at any skew.
+    expert_weight and the three weights; the residuals are the inputs and what `save` adds. Dropless
+    at any skew.
 
     Args:
       x: [..., H] bf16 or float32: the tokens of this device, with any leading dimensions.
@@ -44,7 +52,7 @@ def mega_moe(
       w_down: [E/R, I, H], of w_gate's dtype.
       axis_name: the mesh axis over which the experts are split, R = its size, one of 1, 2, 4, 8;
         None: all experts are here. Rank r holds the experts [r E/R, (r + 1) E/R).
-      precision, activation, backend, trainable_experts, return_counts, debug_checks: see
+      precision, activation, backend, save, trainable_experts, return_counts, debug_checks: see
         `MegaMoEConfig`.
 
     Returns:
@@ -60,6 +68,7 @@ def mega_moe(
         precision=precision,
         activation=activation,
         backend=backend,
+        save=save,
         trainable_experts=trainable_experts,
         return_counts=return_counts,
         debug_checks=debug_checks,
@@ -71,14 +80,52 @@ def mega_moe(
 def apply(
     config: MegaMoEConfig,
     axis_name: str | None,
+    *arrays: ArrayLike,
+    kept: Sequence[Array] = (),
+) -> tuple[Array, Array]:
+    """`mega_moe` with its static choices as one value; always returns (y, counts).
+
+    Args:
+      arrays: x, expert_idx, expert_weight, w_gate, w_up, w_down.
+      kept: what `apply_keeping` returned for the same arrays; the backward then takes it from there
+        and the forward keeps nothing again.
+    """
+
+    def op(dims: Dims, *arrays: Array) -> tuple[Array, ...]:
+        return _mega_moe(dims, config, axis_name, tuple(kept), *arrays)
+
+    y, counts = _on_rows(op, config, axis_name, *arrays)
+    return y, counts
+
+
+def apply_keeping(
+    config: MegaMoEConfig, axis_name: str | None, *arrays: ArrayLike
+) -> tuple[Array, Array, tuple[Array, ...]]:
+    """`apply` for a caller with a derivative of its own: not differentiable.
+
+    Returns y, counts, and what the backward wants kept beside the arrays: () or, with
+    config.save = "gate_up" and T > 0, (g beside u, [P, 2I]).
+    """
+
+    def op(dims: Dims, *arrays: Array) -> tuple[Array, ...]:
+        return _forward(dims, config, axis_name, *arrays, keep=config.save == "gate_up")
+
+    y, counts, *kept = _on_rows(op, config, axis_name, *arrays)
+    return y, counts, tuple(kept)
+
+
+def _on_rows(
+    op: Callable[..., tuple[Array, ...]],
+    config: MegaMoEConfig,
+    axis_name: str | None,
     x: ArrayLike,
     expert_idx: ArrayLike,
     expert_weight: ArrayLike,
     w_gate: ArrayLike,
     w_up: ArrayLike,
     w_down: ArrayLike,
-) -> tuple[Array, Array]:
-    """`mega_moe` with its static choices as one value; always returns (y, counts)."""
+) -> tuple[Array, ...]:
+    """Judges the arguments and gives them to op(dims, *arrays) as rows [T, ...]; y as x was."""
     dims = check_call(
         x, expert_idx, expert_weight, w_gate, w_up, w_down, config=config, axis_name=axis_name
     )
@@ -94,13 +141,12 @@ def apply(
     if dims.T == 0:
         # Not x itself: XLA fails on an empty array that passes through a shard_map.
         y, counts = jnp.zeros(x.shape, x.dtype), jnp.zeros((dims.experts_per_rank,), jnp.int32)
-        y, counts, *_ = vary_alike(y, counts, *arrays)
-    else:
-        if config.debug_checks:
-            x_rows, ids, w, *weights = arrays
-            arrays = [after_check(x_rows, ids), ids, after_check(w, ids), *weights]
-        y, counts = _mega_moe(dims, config, axis_name, *arrays)
-    return jnp.reshape(y, x.shape), counts
+        return tuple(vary_alike(y, counts, *arrays)[:2])
+    if config.debug_checks:
+        x_rows, ids, w, *weights = arrays
+        arrays = [after_check(x_rows, ids), ids, after_check(w, ids), *weights]
+    y, *rest = op(dims, *arrays)
+    return jnp.reshape(y, x.shape), *rest
 
 
 def vary_alike(*arrays: Array) -> list[Array]:
@@ -113,37 +159,66 @@ def vary_alike(*arrays: Array) -> list[Array]:
     return [_vary(a, tuple(n for n in axes if n not in _varying_axes(a))) for a in arrays]
 
 
-def _evaluate(
-    dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array
-) -> tuple[Array, Array]:
-    """arrays: x [T, H], expert_idx int32 [T, K], expert_weight [T, K], w_gate, w_up, w_down."""
+def name_kept(kept: Sequence[Array]) -> tuple[Array, ...]:
+    """What a custom_vjp's forward rule keeps, named for the policies of jax.checkpoint."""
+    return tuple(checkpoint_name_fwd(a, GATE_UP_NAME) for a in kept)
+
+
+def _forward(
+    dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array, keep: bool
+) -> tuple[Array, ...]:
+    """arrays: x [T, H], expert_idx int32 [T, K], expert_weight [T, K], w_gate, w_up, w_down.
+
+    Returns y, counts and, with keep, g beside u, [P, 2I].
+    """
     x, *rest = guard(*arrays, backend=config.backend)
     forward = _ffi.forward_call if _is_cuda(config) else reference.forward
-    y, counts = forward(x, *rest, dims=dims, config=config, axis_name=axis_name)
-    return y, counts
+    return forward(x, *rest, dims=dims, config=config, axis_name=axis_name, keep_gate_up=keep)
 
 
-def _mega_moe_fwd(dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array):
-    return _evaluate(dims, config, axis_name, *arrays), arrays
+def _evaluate(
+    dims: Dims,
+    config: MegaMoEConfig,
+    axis_name: str | None,
+    kept: tuple[Array, ...],
+    *arrays: Array,
+) -> tuple[Array, ...]:
+    return _forward(dims, config, axis_name, *arrays, keep=False)
+
+
+def _mega_moe_fwd(
+    dims: Dims,
+    config: MegaMoEConfig,
+    axis_name: str | None,
+    kept: tuple[Array, ...],
+    *arrays: Array,
+):
+    keep = config.save == "gate_up" and not kept
+    y, counts, *gate_up = _forward(dims, config, axis_name, *arrays, keep=keep)
+    return (y, counts), (arrays, name_kept(gate_up) if keep else kept)
 
 
 def _mega_moe_bwd(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: str | None,
-    arrays: tuple[Array, ...],
+    residuals: tuple[tuple[Array, ...], tuple[Array, ...]],
     cotangents: tuple[ArrayLike, object],
 ):
+    arrays, kept = residuals
     _, expert_idx, expert_weight, *weights = arrays
     (dy,) = guard(jnp.asarray(cotangents[0]), backend=config.backend)
     dy = after_check(dy, expert_idx) if config.debug_checks else dy
     backward = _ffi.backward_call if _is_cuda(config) else reference.backward
-    dx, dw, *dw_experts = backward(dy, *arrays, dims=dims, config=config, axis_name=axis_name)
+    gate_up = kept[0] if kept else None
+    dx, dw, *dw_experts = backward(
+        dy, *arrays, dims=dims, config=config, axis_name=axis_name, gate_up=gate_up
+    )
     no_gradient = np.zeros(expert_idx.shape, jax.dtypes.float0)
     dw_experts = [d.astype(w.dtype) for d, w in zip(dw_experts, weights, strict=False)]
     if not config.trainable_experts:
         dw_experts = [None] * len(weights)
-    return dx, no_gradient, dw.astype(expert_weight.dtype), *dw_experts
+    return None, dx, no_gradient, dw.astype(expert_weight.dtype), *dw_experts
 
 
 _mega_moe = jax.custom_vjp(_evaluate, nondiff_argnums=(0, 1, 2))

@@ -188,7 +188,7 @@ def plan_sizes(dims: Dims, steps: Sequence[Step]) -> Sizes:
     _check_limits(dims, steps)
     routes = dims.R * dims.T * dims.K
     experts = dims.experts_per_rank
-    tiles = routes if routes < experts else experts + (routes - experts) // TILE_ROWS
+    tiles = dims.pool_rows // TILE_ROWS
     # With S tiles in all and o experts of an odd number of them, a token step has
     # tiles_n * (S - o) / 2 + o * ceil(tiles_n / 2) = (tiles_n * S + tiles_n % 2 * o) / 2 items,
     # S <= tiles and o <= min(experts, S): every expert with one tile and pairs of tiles beside it.
@@ -199,7 +199,7 @@ def plan_sizes(dims: Dims, steps: Sequence[Step]) -> Sizes:
         for s in steps
     ]
     sizes = Sizes(
-        pool_rows=tiles * TILE_ROWS,
+        pool_rows=dims.pool_rows,
         items=sum(capacities),
         waves=sum(ceil_div(c, WAVE_ITEMS) for c in capacities),
     )

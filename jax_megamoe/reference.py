@@ -58,7 +58,8 @@ def forward(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: str | None,
-) -> tuple[Array, Array]:
+    keep_gate_up: bool = False,
+) -> tuple[Array, ...]:
     """The layer's output and the load of this rank's experts.
 
     Args:
@@ -68,7 +69,9 @@ def forward(
       w_gate, w_up: [E/R, H, I] bf16 or float32. w_down: [E/R, I, H].
 
     Returns:
-      y [T, H] in the dtype of x, and the rows of each local expert, int32 [E/R].
+      y [T, H] in the dtype of x, and the rows of each local expert, int32 [E/R]; with keep_gate_up
+      also g beside u of every pool row, [P, 2I], as `backward` rounds them: bf16, or float32 with
+      precision="float32".
     """
     round_ = _rounding(config.precision)
     xs, ids, ws = (
@@ -77,18 +80,27 @@ def forward(
     w_gate, w_up, w_down = (round_(_f32(w)) for w in (w_gate, w_up, w_down))
     rows = _arrange(ids, dims, axis_name)
 
-    def tile(i: Array, pool: Array) -> Array:
+    def tile(i: Array, carry: list[Array]) -> list[Array]:
+        pool, *gate_up = carry
         t = _tile(rows, i)
         x_rows = _take(xs, t, dims.K)
         g = _dot(x_rows, w_gate[t.expert])
         u = _dot(x_rows, w_up[t.expert])
         o = round_(_dot(round_(jax.nn.silu(g) * u), w_down[t.expert]))
-        return _put_rows(pool, i, _slot_weight(ws, t) * o)
+        pool = _put_rows(pool, i, _slot_weight(ws, t) * o)
+        if keep_gate_up:
+            (kept,) = gate_up
+            g_and_u = round_(jnp.concatenate([g, u], axis=1))
+            gate_up = [_put_rows(kept, i, g_and_u.astype(kept.dtype))]
+        return [pool, *gate_up]
 
-    pool = _zeros_like_vma((_pool_rows(dims), dims.H), xs)
-    pool = lax.fori_loop(0, rows.tile_end[-1], tile, pool)
+    carry = [_zeros_like_vma((dims.pool_rows, dims.H), xs)]
+    if keep_gate_up:
+        dtype = jnp.bfloat16 if config.precision == "bf16" else jnp.float32
+        carry.append(_zeros_like_vma((dims.pool_rows, 2 * dims.I), xs, dtype))
+    pool, *gate_up = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
     y = round_(_combine(pool, rows, dims, axis_name))
-    return y.astype(x.dtype), rows.counts
+    return y.astype(x.dtype), rows.counts, *gate_up
 
 
 def backward(
@@ -103,10 +115,12 @@ def backward(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: str | None,
+    gate_up: Array | None = None,
 ) -> tuple[Array, ...]:
-    """The gradients, from the inputs alone: g and u are computed again.
+    """The gradients, from the inputs alone or also from what `forward` kept of the same inputs.
 
     Args: as `forward`; dy: [T, H].
+      gate_up: [P, 2I] of `forward`; None: g and u are computed again.
 
     Returns:
       dx [T, H] in the dtype of x, d(expert_weight) float32 [T, K] and, if config.trainable_experts,
@@ -125,8 +139,11 @@ def backward(
         dx_pool, dw_pool, *dw_experts = carry
         t = _tile(rows, i)
         x_rows, dy_rows, w = _take(xs, t, dims.K), _take(dys, t, dims.K), _slot_weight(ws, t)
-        g = round_(_dot(x_rows, w_gate[t.expert]))
-        u = round_(_dot(x_rows, w_up[t.expert]))
+        if gate_up is None:
+            g = round_(_dot(x_rows, w_gate[t.expert]))
+            u = round_(_dot(x_rows, w_up[t.expert]))
+        else:
+            g, u = jnp.split(_f32(_tile_rows(gate_up, i)), 2, axis=1)
         dh = _dot(dy_rows, w_down[t.expert], transpose_b=True)
         sigmoid = jax.nn.sigmoid(g)
         h = g * sigmoid * u
@@ -142,7 +159,7 @@ def backward(
         return (_put_rows(dx_pool, i, dx), _put_rows(dw_pool, i, dw), *dw_experts)
 
     weights = (w_gate, w_up, w_down) if config.trainable_experts else ()
-    shapes = [(_pool_rows(dims), dims.H), (_pool_rows(dims), 1), *(w.shape for w in weights)]
+    shapes = [(dims.pool_rows, dims.H), (dims.pool_rows, 1), *(w.shape for w in weights)]
     carry = tuple(_zeros_like_vma(shape, xs) for shape in shapes)
     dx_pool, dw_pool, *dw_experts = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
     dx = round_(_combine(dx_pool, rows, dims, axis_name))
@@ -174,9 +191,11 @@ def _dot_t(a: Array, b: Array) -> Array:
     return lax.dot_general(a, b, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
-def _zeros_like_vma(shape: tuple[int, ...], like: Array) -> Array:
-    """float32 zeros that vary over the same mesh axes as `like`."""
-    zeros = jnp.zeros(shape, jnp.float32)
+def _zeros_like_vma(
+    shape: tuple[int, ...], like: Array, dtype: jax.typing.DTypeLike = jnp.float32
+) -> Array:
+    """Zeros that vary over the same mesh axes as `like`."""
+    zeros = jnp.zeros(shape, dtype)
     axes = tuple(sorted(jax.typeof(like).mat.varying))
     return lax.pcast(zeros, axes, to="varying") if axes else zeros
 
@@ -184,12 +203,6 @@ def _zeros_like_vma(shape: tuple[int, ...], like: Array) -> Array:
 def _gather(a: Array, axis_name: str | None) -> Array:
     """[T, ...] of every rank, in rank order: [R T, ...]."""
     return a if axis_name is None else lax.all_gather(a, axis_name, tiled=True)
-
-
-def _pool_rows(dims: Dims) -> int:
-    """Rows that hold any routing: every route local, every expert's last tile nearly empty."""
-    slots = dims.R * dims.T * dims.K
-    return (-(-slots // TILE_ROWS) + min(dims.experts_per_rank, slots)) * TILE_ROWS
 
 
 def _arrange(expert_idx: Array, dims: Dims, axis_name: str | None) -> _Rows:
@@ -242,6 +255,10 @@ def _slot_weight(expert_weight: Array, tile: _Tile) -> Array:
 
 def _put_rows(pool: Array, i: Array, tile_rows: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(pool, tile_rows, i * TILE_ROWS, axis=0)
+
+
+def _tile_rows(pool: Array, i: Array) -> Array:
+    return lax.dynamic_slice_in_dim(pool, i * TILE_ROWS, TILE_ROWS, axis=0)
 
 
 def _combine(pool: Array, rows: _Rows, dims: Dims, axis_name: str | None) -> Array:

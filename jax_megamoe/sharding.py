@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_megamoe._ids import canonical_ids, checked
 from jax_megamoe.config import MegaMoEConfig
-from jax_megamoe.ops import ArrayLike, apply, vary_alike
+from jax_megamoe.ops import ArrayLike, apply, apply_keeping, name_kept, vary_alike
 from jax_megamoe.validation import check_sharded_call, make_config
 
 Array = jax.Array
@@ -90,7 +90,14 @@ class _Call:
 
     def op(self, *arrays: Array) -> tuple[Array, Array]:
         y, counts = apply(self.config, self.expert_axis, *arrays)
-        return y, jax.lax.psum(counts, self.data_axes) if self.data_axes else counts
+        return y, self.over_data(counts)
+
+    def op_keeping(self, *arrays: Array) -> tuple[Array, Array, tuple[Array, ...]]:
+        y, counts, kept = apply_keeping(self.config, self.expert_axis, *arrays)
+        return y, self.over_data(counts), kept
+
+    def over_data(self, counts: Array) -> Array:
+        return jax.lax.psum(counts, self.data_axes) if self.data_axes else counts
 
     def shard_map(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
         free = set(self.mesh.axis_names) - set(self.mesh.manual_axes)
@@ -110,29 +117,39 @@ class _Call:
         return jax.sharding.reshard(a, jax.NamedSharding(self.mesh, PartitionSpec(*parts)))
 
 
-# The derivative is taken inside the shard_map, not of it. So the residuals are the inputs and
-# nothing else, and a shard_map nested in one that is manual over the data axes can be
-# differentiated at all: JAX 0.11 would shard its residuals over axes that are manual already.
+# The derivative is taken inside the shard_map, not of it. So the residuals are the inputs, what
+# config.save keeps and nothing else, and a shard_map nested in one that is manual over the data
+# axes can be differentiated at all: JAX 0.11 would shard its residuals over axes that are manual
+# already.
 def _evaluate(call: _Call, *arrays: Array) -> tuple[Array, Array]:
     tokens, experts = call.specs[0], call.specs[3]
     return call.shard_map(call.op, call.specs, (tokens, experts))(*arrays)
 
 
 def _sharded_fwd(call: _Call, *arrays: Array):
-    return _evaluate(call, *arrays), arrays
+    tokens, experts = call.specs[0], call.specs[3]
+    y, counts, kept = call.shard_map(call.op_keeping, call.specs, (tokens, experts, tokens))(
+        *arrays
+    )
+    return (y, counts), (arrays, name_kept(kept))
 
 
-def _sharded_bwd(call: _Call, arrays: tuple[Array, ...], cotangents: tuple[ArrayLike, object]):
-    def gradient(dy: Array, x: Array, expert_idx: Array, *rest: Array):
+def _sharded_bwd(
+    call: _Call,
+    residuals: tuple[tuple[Array, ...], tuple[Array, ...]],
+    cotangents: tuple[ArrayLike, object],
+):
+    def gradient(kept: tuple[Array, ...], dy: Array, x: Array, expert_idx: Array, *rest: Array):
         def of_floats(x: Array, *rest: Array) -> Array:
-            return call.op(x, expert_idx, *rest)[0]
+            arrays = (x, expert_idx, *rest)
+            return apply(call.config, call.expert_axis, *arrays, kept=kept)[0]
 
         return jax.vjp(of_floats, x, *rest)[1](dy)
 
+    arrays, kept = residuals
     tokens, _, *specs = call.specs
-    dx, *rest = call.shard_map(gradient, (tokens, *call.specs), (tokens, *specs))(
-        jnp.asarray(cotangents[0]), *arrays
-    )
+    run = call.shard_map(gradient, (tokens, tokens, *call.specs), (tokens, *specs))
+    dx, *rest = run(kept, jnp.asarray(cotangents[0]), *arrays)
     return dx, np.zeros(arrays[1].shape, jax.dtypes.float0), *rest
 
 

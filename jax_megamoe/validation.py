@@ -21,6 +21,7 @@ from jax_megamoe.config import (
     MAX_SLOTS,
     PRECISIONS,
     RANK_COUNTS,
+    SAVES,
     Dims,
     MegaMoEConfig,
 )
@@ -86,6 +87,7 @@ def check_config(config: MegaMoEConfig) -> None:
         ("precision", PRECISIONS),
         ("activation", ACTIVATIONS),
         ("backend", BACKENDS),
+        ("save", SAVES),
     ):
         value = getattr(config, name)
         if not isinstance(value, str):
