@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from jax_megamoe.ops import GATE_UP_NAME
 from jax_megamoe.router import EXPERT_IDX_NAME, EXPERT_WEIGHT_NAME
 
 _NAMES = [EXPERT_IDX_NAME, EXPERT_WEIGHT_NAME]
@@ -12,6 +13,7 @@ ROUTING_POLICIES = [
     pytest.param(_POLICIES.nothing_saveable, id="nothing"),
     pytest.param(_POLICIES.everything_saveable, id="everything"),
     pytest.param(_POLICIES.save_only_these_names(*_NAMES), id="names"),
+    pytest.param(_POLICIES.save_only_these_names(*_NAMES, GATE_UP_NAME), id="names_and_gate_up"),
     pytest.param(
         _POLICIES.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

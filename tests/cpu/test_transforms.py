@@ -66,18 +66,6 @@ def test_inside_a_custom_vjp_of_the_user() -> None:
     assert_right(jax.tree.map(lambda g: g / 2, gradients))
 
 
-def test_two_pullbacks_before_either_is_used() -> None:
-    other = tuple(0.5 * a for a in FLOATS)
-    f = jax.jit(op)
-    _, pull = jax.vjp(f, *FLOATS)
-    _, pull_other = jax.vjp(f, *other)
-    of_other = pull_other(DY)
-    assert_right(pull(DY))
-    assert_right(pull(DY))
-    compare.assert_bitwise(of_other[2], jax.vjp(f, *other)[1](DY)[2])
-    assert np.any(of_other[2] != right().dw_gate)
-
-
 def test_outside_jit() -> None:
     assert_right(grad(loss)(*FLOATS), op(*FLOATS))
 
@@ -195,12 +183,6 @@ def test_two_threads_at_once() -> None:
         thread.join()
     assert_right(found[0])
     assert_right(found[1])
-
-
-def test_x64() -> None:
-    with jax.enable_x64(True):
-        gradients = jax.jit(grad(loss))(*FLOATS)
-    assert_right(gradients)
 
 
 @pytest.mark.parametrize("num_ranks", [None, 2])
