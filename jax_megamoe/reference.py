@@ -88,16 +88,11 @@ def forward(
         u = _dot(x_rows, w_up[t.expert])
         o = round_(_dot(round_(jax.nn.silu(g) * u), w_down[t.expert]))
         pool = _put_rows(pool, i, _slot_weight(ws, t) * o)
-        if keep_gate_up:
-            (kept,) = gate_up
-            g_and_u = round_(jnp.concatenate([g, u], axis=1))
-            gate_up = [_put_rows(kept, i, g_and_u.astype(kept.dtype))]
-        return [pool, *gate_up]
+        return [pool, *(_put_gate_up(a, i, g, u) for a in gate_up)]
 
     carry = [_zeros_like_vma((dims.pool_rows, dims.H), xs)]
     if keep_gate_up:
-        dtype = jnp.bfloat16 if config.precision == "bf16" else jnp.float32
-        carry.append(_zeros_like_vma((dims.pool_rows, 2 * dims.I), xs, dtype))
+        carry.append(_gate_up_pool(dims, config, xs))
     pool, *gate_up = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
     y = round_(_combine(pool, rows, dims, axis_name))
     return y.astype(x.dtype), rows.counts, *gate_up
@@ -135,15 +130,14 @@ def backward(
     w_gate, w_up, w_down = (round_(_f32(w)) for w in (w_gate, w_up, w_down))
     rows = _arrange(ids, dims, axis_name)
 
+    # Computed again in a loop of its own: so what follows is one program, and gives the same bits.
+    pool = _recompute(xs, rows, w_gate, w_up, dims, config) if gate_up is None else gate_up
+
     def tile(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         dx_pool, dw_pool, *dw_experts = carry
         t = _tile(rows, i)
         x_rows, dy_rows, w = _take(xs, t, dims.K), _take(dys, t, dims.K), _slot_weight(ws, t)
-        if gate_up is None:
-            g = round_(_dot(x_rows, w_gate[t.expert]))
-            u = round_(_dot(x_rows, w_up[t.expert]))
-        else:
-            g, u = jnp.split(_f32(_tile_rows(gate_up, i)), 2, axis=1)
+        g, u = jnp.split(_f32(_tile_rows(pool, i)), 2, axis=1)
         dh = _dot(dy_rows, w_down[t.expert], transpose_b=True)
         sigmoid = jax.nn.sigmoid(g)
         h = g * sigmoid * u
@@ -166,6 +160,20 @@ def backward(
     dw = jnp.where(rows.slot_block >= 0, dw_pool[rows.slot_row, 0], 0)
     dw = _exchange(dw.reshape(dims.R, dims.T, dims.K), axis_name)
     return dx.astype(x.dtype), dw, *dw_experts
+
+
+def _recompute(
+    xs: Array, rows: _Rows, w_gate: Array, w_up: Array, dims: Dims, config: MegaMoEConfig
+) -> Array:
+    """g beside u of every pool row, [P, 2I], as `forward` keeps them."""
+
+    def tile(i: Array, pool: Array) -> Array:
+        t = _tile(rows, i)
+        x_rows = _take(xs, t, dims.K)
+        g, u = _dot(x_rows, w_gate[t.expert]), _dot(x_rows, w_up[t.expert])
+        return _put_gate_up(pool, i, g, u)
+
+    return lax.fori_loop(0, rows.tile_end[-1], tile, _gate_up_pool(dims, config, xs))
 
 
 def _rounding(precision: str):
@@ -255,6 +263,16 @@ def _slot_weight(expert_weight: Array, tile: _Tile) -> Array:
 
 def _put_rows(pool: Array, i: Array, tile_rows: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(pool, tile_rows, i * TILE_ROWS, axis=0)
+
+
+def _gate_up_pool(dims: Dims, config: MegaMoEConfig, like: Array) -> Array:
+    """An empty pool of g beside u, [P, 2I], in the dtype to which the backward rounds them."""
+    dtype = jnp.bfloat16 if config.precision == "bf16" else jnp.float32
+    return _zeros_like_vma((dims.pool_rows, 2 * dims.I), like, dtype)
+
+
+def _put_gate_up(pool: Array, i: Array, g: Array, u: Array) -> Array:
+    return _put_rows(pool, i, jnp.concatenate([g, u], axis=1).astype(pool.dtype))
 
 
 def _tile_rows(pool: Array, i: Array) -> Array:
