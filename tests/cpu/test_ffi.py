@@ -84,6 +84,35 @@ def test_backward_returns_weight_gradients_only_when_asked(trainable: bool) -> N
     assert lowered(backward, types[0], *types).count("@jax_megamoe_backward") == 1
 
 
+@pytest.mark.parametrize("trace", [True, False])
+def test_what_is_kept_is_a_result_of_the_forward_and_an_operand_of_the_backward(
+    trace: bool,
+) -> None:
+    config, types = MegaMoEConfig(), operand_types(DIMS)
+
+    def forward(*operands: jax.Array, **options: bool) -> tuple[jax.Array, ...]:
+        return _ffi.forward_call(*operands, dims=DIMS, config=config, axis_name=None, **options)
+
+    def backward(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        *arrays, gate_up = operands
+        return _ffi.backward_call(
+            *arrays, dims=DIMS, config=config, axis_name=None, gate_up=gate_up
+        )
+
+    plain = jax.eval_shape(functools.partial(forward, trace=trace), *types)
+    run = functools.partial(forward, keep_gate_up=True, trace=trace)
+    y, counts, gate_up, *records = jax.eval_shape(run, *types)
+    found = [(r.shape, r.dtype) for r in (y, counts, *records)]
+    assert found == [(r.shape, r.dtype) for r in plain]
+    assert (gate_up.shape, gate_up.dtype) == ((DIMS.pool_rows, 2 * DIMS.I), jnp.bfloat16)
+    assert lowered(run, *types).count("@jax_megamoe_forward") == 1
+    text = lowered(backward, types[0], *types, jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype))
+    (line,) = (line for line in text.splitlines() if "@jax_megamoe_backward" in line)
+    operands = line.rsplit(": (", 1)[1].split(") ->")[0].split(", ")
+    assert len(operands) == 8
+    assert operands[-1] == f"tensor<{DIMS.pool_rows}x{2 * DIMS.I}xbf16>"
+
+
 @pytest.mark.parametrize("axis", ["expert", "data", ("data", "expert")])
 def test_rank_groups_follow_the_mesh(axis: str | tuple[str, ...]) -> None:
     mesh = jax.sharding.AbstractMesh(

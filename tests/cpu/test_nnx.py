@@ -1,5 +1,6 @@
 """The Flax NNX layer: its mathematics, its sharding, and the transformations it lives in."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -10,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe.config import MegaMoEConfig
+from jax_megamoe.config import SAVES, MegaMoEConfig
 from jax_megamoe.nnx import MegaMoE
 from tests.remat import ROUTING_POLICIES
 
@@ -230,12 +231,14 @@ def test_scan_over_layers_with_remat_equals_a_loop(expert_axis):
     np.testing.assert_array_equal(load.sum(axis=1), 4 * 6 * K)
 
 
+@pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("policy", ROUTING_POLICIES)
-def test_remat_changes_no_bit_at_ties(policy):
-    """Two identical router columns and repeated rows of x, T = 256."""
-    layer = make_layer()
-    router = layer.router[...]
-    layer.router[...] = router.at[:, 5].set(router[:, 2])
+def test_remat_changes_no_bit_at_ties(policy, save):
+    """Two identical router columns and repeated rows of x, T = 256; nor does `save`."""
+    layer, of_inputs = make_layer(config=dataclasses.replace(FLOAT32, save=save)), make_layer()
+    for each in (layer, of_inputs):
+        router = each.router[...]
+        each.router[...] = router.at[:, 5].set(router[:, 2])
     x = jnp.repeat(make_x(64), 4, axis=0)
 
     def loss(layer, x):
@@ -246,11 +249,11 @@ def test_remat_changes_no_bit_at_ties(policy):
         y, aux = layer(x)
         return jnp.sum(jnp.sin(y)) + aux.load_balance_loss + aux.z_loss, aux
 
-    def graded(f):
+    def graded(f, layer):
         return nnx.jit(nnx.value_and_grad(f, argnums=(0, 1), has_aux=True))(layer, x)
 
-    actual = graded(loss)
-    assert_bitwise(actual, graded(plain))
+    actual = graded(loss, layer)
+    assert_bitwise(actual, graded(plain, of_inputs))
     assert actual[0][1].load.sum() == 256 * K
 
 

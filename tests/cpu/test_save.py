@@ -65,33 +65,29 @@ def residuals(f: Op, *args: Any) -> Counter[tuple[tuple[int, ...], str]]:
     return Counter((a.shape, str(a.dtype)) for a in jax.tree.leaves(pull))
 
 
-@pytest.mark.parametrize("trainable", [True, False])
-@pytest.mark.parametrize("num_ranks", [None, 1, 4])
+@pytest.mark.parametrize("num_ranks", [None, 4])
 @pytest.mark.parametrize("precision", ["bf16", "float32"])
 @pytest.mark.parametrize("routing", ["invalid", "skewed", "nothing"])
-def test_gradients_are_the_same_bits(
-    routing: str, precision: str, num_ranks: int | None, trainable: bool
-) -> None:
+def test_gradients_are_the_same_bits(routing: str, precision: str, num_ranks: int | None) -> None:
     """Of data that bf16 does not hold, with several tiles of an expert."""
     ids = ROUTINGS[routing](tokens=128, choices=3, experts=8)
     batch = cases.normal(ids, num_experts=8)
     batch = batch._replace(x=batch.x * F32.type(1 / 3), w_up=batch.w_up * F32.type(1 / 3))
-    how = {"precision": precision, "trainable_experts": trainable}
-    found, right = (layer.run(batch, num_ranks, save=s, **how) for s in ("gate_up", "none"))
+    found, right = (
+        layer.run(batch, num_ranks, save=save, precision=precision) for save in ("gate_up", "none")
+    )
     compare.assert_results_bitwise(found, right)
     assert routing == "nothing" or np.any(found.dx)
 
 
-@pytest.mark.parametrize("router", [BF16, F32])
-@pytest.mark.parametrize("tokens", [BF16, F32])
+@pytest.mark.parametrize(("tokens", "router"), [(BF16, F32), (F32, BF16)])
 def test_every_dtype_gives_the_same_bits(tokens: np.dtype, router: np.dtype) -> None:
     batch = BATCH._replace(
         x=BATCH.x.astype(tokens),
         dy=BATCH.dy.astype(tokens),
         expert_weight=BATCH.expert_weight.astype(router),
     )
-    options = {"return_counts": False, "debug_checks": False}
-    found, right = (layer.run(batch, save=s, **options) for s in ("gate_up", "none"))
+    found, right = (layer.run(batch, save=save) for save in ("gate_up", "none"))
     compare.assert_results_bitwise(found, right)
 
 
@@ -268,8 +264,9 @@ def test_the_name_is_shown(way: str, capsys: pytest.CaptureFixture[str]) -> None
     assert len(lines) == 1 and lines[0].startswith("bf16[") and "named" in lines[0]
 
 
-@pytest.mark.parametrize("policy", POLICY_CASES)
-@pytest.mark.parametrize("way", ["one device", "sharded"])
+@pytest.mark.parametrize(
+    ("way", "policy"), [*(("one device", p) for p in POLICY_CASES), ("sharded", "this name")]
+)
 def test_policies_change_no_bit(way: str, policy: str) -> None:
     block = nonlinear_block(WAYS[way][0](save="gate_up", backend="reference"))
 

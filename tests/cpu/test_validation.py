@@ -284,6 +284,20 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
         "one of 'auto', 'cuda', 'reference'",
     ),
     "backend None": ({"backend": None}, TypeError, "backend", "None", "one of 'auto', 'cuda'"),
+    "save unknown": (
+        {"save": "all"},
+        ValueError,
+        "save",
+        "'all'",
+        "one of 'none', 'gate_up'",
+    ),
+    "save a bool": (
+        {"save": True},
+        TypeError,
+        "save",
+        r"True \(bool\)",
+        "one of 'none', 'gate_up'",
+    ),
     "float32 on the kernels": (
         {**sizes(H=64, I=64), "backend": "cuda", "precision": "float32"},
         ValueError,
