@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_megamoe import reference
+from jax_megamoe.config import SAVES
 from tests import cases, compare, layer, process
 from tests.cases import ROUTINGS
 
@@ -23,10 +24,10 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from tests import cases, layer
 
-poison, path = sys.argv[1] == "poison", sys.argv[2]
+poison, path, save = sys.argv[1] == "poison", sys.argv[2], sys.argv[3]
 ids = cases.ROUTINGS["distinct"](tokens=192, choices=2, experts=8)
 batch = cases.normal(ids, num_experts=8, hidden=256, intermediate=128)
-run = layer.compiled(2)
+run = layer.compiled(2, save=save)
 for step in range(3):
     if poison:
         block = [jnp.full((192, 256), jnp.nan) for _ in range(64)]
@@ -42,14 +43,16 @@ np.savez(path, *batch[3:6])
 def test_01_stale_rows_do_not_reach_the_gradients(tmp_path: Any) -> None:
     """huggingface/transformers PR #48205: NaN from step 2 on, out of rows nobody wrote."""
     weights = {}
-    for name in ("poison", "fresh"):
-        path = tmp_path / f"{name}.npz"
-        found = process.run_python(SGD_STEPS, name, str(path))
+    for memory, save in (("fresh", "none"), ("poison", "none"), ("poison", "gate_up")):
+        path = tmp_path / f"{memory}_{save}.npz"
+        found = process.run_python(SGD_STEPS, memory, str(path), save)
         assert found.returncode == 0, found.stderr
-        weights[name] = np.load(path)
-    for name in weights["fresh"]:
-        assert np.isfinite(weights["poison"][name]).all()
-        compare.assert_bitwise(weights["poison"][name], weights["fresh"][name])
+        weights[memory, save] = np.load(path)
+    fresh = weights.pop(("fresh", "none"))
+    for poisoned in weights.values():
+        for name in fresh:
+            assert np.isfinite(poisoned[name]).all()
+            compare.assert_bitwise(poisoned[name], fresh[name])
 
 
 CASE_11 = cases.oracle(np.zeros((8, 1), np.int32), 1.0, num_experts=4)
@@ -80,13 +83,14 @@ def test_11_gradients_are_not_scaled_by_the_number_of_ranks(
         assert run(dy)[0, 0, 0] == right
 
 
+@pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("reduce", [jax.lax.psum, jax.lax.pmean])
 def test_11_gradients_taken_inside_shard_map(
-    reduce: Callable[[Array, str], Array], num_ranks: int
+    reduce: Callable[[Array, str], Array], num_ranks: int, save: str
 ) -> None:
     """pytorch/pytorch #160285, the loss reduced over the ranks by hand; pmean divides by R."""
-    op = layer.bind(axis_name="expert")
+    op = layer.bind(axis_name="expert", save=save)
 
     def gradient(*arrays: Array) -> Array:
         def loss(w_down: Array) -> Array:

@@ -257,6 +257,32 @@ def test_remat_changes_no_bit_at_ties(policy, save):
     assert actual[0][1].load.sum() == 256 * K
 
 
+@pytest.mark.parametrize("save", SAVES)
+def test_12_replicated_routers_do_not_drift_apart(save):
+    """pytorch/torchtitan #2387: a rank's share of the router's gradient taken for the whole."""
+    config, x = dataclasses.replace(FLOAT32, save=save), make_x(8, 6)
+
+    @nnx.jit
+    def step(layer, x):
+        gradients, _ = nnx.grad(loss_and_aux, has_aux=True)(layer, x)
+        params = nnx.state(layer, nnx.Param)
+        nnx.update(layer, jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients))
+
+    alone = make_layer(config=config)
+    before = np.asarray(alone.router[...])
+    with jax.set_mesh(make_mesh(1, 2, AxisType.Auto)):
+        layer = make_layer(config=config, expert_axis="expert")
+        placed = jax.device_put(x, P("expert"))
+        for _ in range(20):
+            step(layer, placed)
+            one, other = (np.asarray(s.data) for s in layer.router[...].addressable_shards)
+            np.testing.assert_array_equal(one, other)
+    for _ in range(20):
+        step(alone, x)
+    np.testing.assert_allclose(one, alone.router[...], rtol=1e-6, atol=1e-6)
+    assert np.abs(one - before).max() > 1e-2
+
+
 def test_donated_parameters_are_updated_in_place():
     x = make_x(4, 6)
 

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_megamoe import sharded_mega_moe
+from jax_megamoe.config import SAVES
 from tests import cases, compare, layer
 from tests.cases import ROUTINGS
 
@@ -211,12 +212,13 @@ def test_counts_are_those_of_all_tokens(axes: dict[str, int], axis_type: AxisTyp
     np.testing.assert_array_equal(counts, cases.counts(BATCH))
 
 
+@pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 @pytest.mark.parametrize(
     "axes", [{"data": 2, "expert": 4}, {"data": 4, "expert": 2}, {"expert": 8}]
 )
 def test_11_replicated_weights_get_the_whole_gradient(
-    axes: dict[str, int], axis_type: AxisType
+    axes: dict[str, int], axis_type: AxisType, save: str
 ) -> None:
     """pytorch/pytorch #160285, as in test_cases_gradients.py: neither a share nor a multiple."""
     mesh = make_mesh(axes, axis_type)
@@ -224,7 +226,7 @@ def test_11_replicated_weights_get_the_whole_gradient(
     batch = cases.oracle(np.zeros((8, 1), np.int32), 1.0, num_experts=8)
 
     def losses(w_down: Any) -> Any:
-        y = entry(data_axes=data_axes)(*batch[:5], w_down)
+        y = entry(data_axes=data_axes, save=save)(*batch[:5], w_down)
         return jnp.stack([jnp.sum(y[:, 0]), jnp.mean(y[:, 0])])
 
     def gradients(w_down: Any) -> Any:
