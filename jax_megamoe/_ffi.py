@@ -141,6 +141,7 @@ def forward_call(
         num_blocks=np.int64(dims.num_blocks),
         launches=np.array(launches, np.int64),
         deadline_ns=np.int64(deadline_s * 1e9),
+        keep_gate_up=np.int64(keep_gate_up),
         **attributes,
     )
     # One source needs no sum, which would be a kernel of its own.

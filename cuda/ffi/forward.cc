@@ -39,7 +39,14 @@ ffi::ErrorOr<TraceBuffer> ReadTrace(ffi::RemainingRets& results, size_t i) {
 // Before anything is launched, on every rank alike: no peer is left waiting.
 ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
   const ffi::ErrorOr<int64_t> ranks = attributes.get<int64_t>("R");
+  const ffi::ErrorOr<int64_t> keep_gate_up = attributes.get<int64_t>("keep_gate_up");
   if (ranks.has_error()) return ranks.error();
+  if (keep_gate_up.has_error()) return keep_gate_up.error();
+  if (*keep_gate_up != 0) {
+    return MakeError(ffi::ErrorCode::kUnimplemented,
+                     "the kernels of this version do not keep g and u; call with save=\"none\", or "
+                     "with backend=\"reference\"");
+  }
   if (*ranks == 1) return ffi::Error::Success();
   return MakeError(ffi::ErrorCode::kUnimplemented,
                    "the kernels of this version hold all experts on one GPU; for experts over " +
