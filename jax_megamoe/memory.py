@@ -133,7 +133,7 @@ def forward_results(dims: Dims) -> list[ArraySize]:
     Raises ValueError as `plan.plan_sizes`.
     """
     steps = forward_steps(dims)
-    rows = plan_sizes(dims, steps).pool_rows
+    rows = dims.pool_rows
     return [
         ArraySize("y", (dims.T, dims.H), _BF16),
         *plan_results(dims, steps),

@@ -90,23 +90,31 @@ class Patience {
 template <typename Poll>
 __device__ inline bool BoundedWait(bool waits, Poll poll, uint32_t expected, uint32_t pause_ns,
                                    const WaitContext& context, const WaitSite& site) {
-  constexpr unsigned kAll = 0xffffffffu;
   uint32_t found = waits ? poll() : expected;
-  unsigned late = __ballot_sync(kAll, !Reached(found, expected));
+  unsigned late = __ballot_sync(kAllLanes, !Reached(found, expected));
   if (late == 0) return true;
   Patience patience;
   for (int polls = 1;; ++polls) {
     __nanosleep(pause_ns);
     if (waits) found = poll();
-    late = __ballot_sync(kAll, !Reached(found, expected));
+    late = __ballot_sync(kAllLanes, !Reached(found, expected));
     if (late == 0) return true;
     if (polls % Patience::kPollsPerLook != 0) continue;
     bool is_over = false;
-    if (threadIdx.x % 32 == __ffs(late) - 1) {
+    if (threadIdx.x % kWarpThreads == __ffs(late) - 1) {
       is_over = patience.IsOver(context, site, expected, found);
     }
-    if (__any_sync(kAll, is_over)) return false;
+    if (__any_sync(kAllLanes, is_over)) return false;
   }
+}
+
+// BoundedWait for flags of this GPU, one for each lane that `waits`: the work of tile `tile`, of
+// `expert` or -1 where the lanes wait for several.
+__device__ inline bool WaitForFlags(bool waits, const Flag& flag, uint32_t pause_ns,
+                                    const WaitContext& context, int expert, int tile) {
+  const WaitSite site = {flag.phase, context.rank, expert, tile};
+  const auto poll = [&] { return ptx::LoadAcquire(flag.counter); };
+  return BoundedWait(waits, poll, flag.expected, pause_ns, context, site);
 }
 
 // Waits for a phase of a barrier in shared memory. Returns false when a wait of the call has given
@@ -115,6 +123,12 @@ __device__ inline bool BoundedWait(bool waits, Poll poll, uint32_t expected, uin
 __device__ __forceinline__ bool BarrierWait(uint32_t barrier, uint32_t parity,
                                             const WaitContext& context) {
   return ptx::BarrierWaitUnless(barrier, parity, context.failed_epoch, context.epoch);
+}
+
+// The same with a whole warp: false when it did not come for any lane.
+__device__ __forceinline__ bool BarrierWaitOfWarp(uint32_t barrier, uint32_t parity,
+                                                  const WaitContext& context) {
+  return __all_sync(kAllLanes, BarrierWait(barrier, parity, context));
 }
 
 // The end of a kernel of two blocks a cluster. Neither leaves while the other may still arrive at

@@ -70,15 +70,15 @@ ffi::Error CheckShape(const char* name, const Buffer& operand, std::vector<int64
 }
 
 // What the kernel's two steps and its parts allow.
-ffi::Error CheckAttributes(ffi::Span<const int64_t> steps, ffi::Span<const int64_t> launches,
-                           int64_t H, int64_t I) {
+ffi::Error CheckAttributes(const PlanProblem& plan, ffi::Span<const int64_t> launches, int64_t H,
+                           int64_t I) {
   constexpr int64_t kMultiple = 64;
   constexpr int64_t kAllParts = kDispatch | kGateUp | kDown | kCombine;
   if (H % kMultiple != 0 || I % kMultiple != 0) {
     return Invalid("forward: H is " + std::to_string(H) + " and I " + std::to_string(I) +
                    "; both may be multiples of 64");
   }
-  if (steps.size() != 2 * 3) return Invalid("forward: attribute steps is not that of two steps");
+  if (plan.num_steps != 2) return Invalid("forward: attribute steps is not that of two steps");
   for (const int64_t parts : launches) {
     if (parts < 1 || parts > kAllParts) {
       return Invalid("forward: attribute launches holds " + std::to_string(parts) +
@@ -137,7 +137,7 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix x, Ids expert
   for (const ffi::Error& error :
        {CheckShape("x", x, {T, H}), CheckShape("expert_weight", expert_weight, {T, routing[2]}),
         CheckShape("w_gate", w_gate, {experts, H, I}), CheckShape("w_up", w_up, {experts, H, I}),
-        CheckShape("w_down", w_down, {experts, I, H}), CheckAttributes(*steps, *launches, H, I)}) {
+        CheckShape("w_down", w_down, {experts, I, H}), CheckAttributes(*plan, *launches, H, I)}) {
     if (error.failure()) return error;
   }
   const int64_t pool_rows = PlanFields(*plan)[3].elements;
@@ -150,7 +150,7 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix x, Ids expert
   for (const auto* pointer : {&y, &pool, &h, &counters}) {
     if (pointer->has_error()) return pointer->error();
   }
-  const ffi::ErrorOr<TraceBuffer> trace = ReadTrace(results, kNumPlanResults + 4);
+  const ffi::ErrorOr<TraceBuffer> trace = ReadTrace(results, kFirst + 3);
   if (trace.has_error()) return trace.error();
 #ifdef MEGAMOE_DELAYS
   if (ffi::Error error = Poison(stream, results); error.failure()) return error;

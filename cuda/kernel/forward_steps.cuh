@@ -28,7 +28,7 @@ struct GateUpStep {
 
   static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) { return p.H / kBlockK; }
   static __device__ __forceinline__ int NumColumnTiles(const ForwardParams& p) {
-    return (p.I + kGateUpColumns - 1) / kGateUpColumns;
+    return p.num_gate_up_tiles();
   }
   // All rows of the tile, pads included.
   static __device__ __forceinline__ Flag Input(const ForwardParams& p, int tile) {
@@ -75,7 +75,7 @@ struct DownStep {
 
   static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) { return p.I / kBlockK; }
   static __device__ __forceinline__ int NumColumnTiles(const ForwardParams& p) {
-    return (p.H + kDownColumns - 1) / kDownColumns;
+    return p.num_down_tiles();
   }
   // All columns of the tile's h.
   static __device__ __forceinline__ Flag Input(const ForwardParams& p, int tile) {

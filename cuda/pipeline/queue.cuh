@@ -78,8 +78,7 @@ template <typename F>
 __device__ __forceinline__ void ForEachItem(SharedMemory& shared, const WaitContext& wait, F f) {
   RingPosition<kItemSlots> slot;
   for (;;) {
-    const bool came = BarrierWait(AddressOf(shared.item_full, slot.index), slot.parity, wait);
-    if (!__all_sync(kAllLanes, came)) return;
+    if (!BarrierWaitOfWarp(AddressOf(shared.item_full, slot.index), slot.parity, wait)) return;
     const TileItem item = ReadItem(shared, slot.index);
     slot.Advance();
     if (item.step == kNoMoreItems) return;

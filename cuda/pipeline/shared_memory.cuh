@@ -22,8 +22,6 @@
 
 namespace megamoe {
 
-constexpr int kWarpThreads = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kVector = 8;          // bf16 in 16 bytes
 constexpr int kGroupThreads = 128;  // a warpgroup
 constexpr int kNumConsumers = 2;    // warpgroups that multiply

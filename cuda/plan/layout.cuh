@@ -6,13 +6,13 @@
 
 #include <cstdint>
 
+#include "ptx/sync.cuh"
 #include "shared/plan.h"
 
 namespace megamoe::plan {
 
 constexpr int kThreads = PlanChunks::kBlockSlots;
 constexpr int kWarps = kThreads / 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 static_assert(kMaxExperts <= kThreads / 2, "a thread per expert, and two groups to add chunks");
 static_assert(PlanChunks::kMaxSlots < 1 << 16, "counts of a chunk have 16 bits");

@@ -3,6 +3,13 @@
 
 #include <cstdint>
 
+namespace megamoe {
+
+constexpr int kWarpThreads = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+}  // namespace megamoe
+
 namespace megamoe::ptx {
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
@@ -153,7 +160,6 @@ __device__ __forceinline__ uint32_t LoadRelaxed(const uint32_t* flag) {
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
   return value;
 }
-__device__ __forceinline__ void FenceAcquire() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void AddRelease(uint32_t* flag, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }

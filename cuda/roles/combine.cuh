@@ -152,25 +152,24 @@ class CombineRole {
   // is then false when the call has failed.
   __device__ __forceinline__ bool RowsAreReady() {
     if (is_ready_) return true;
-    const uint32_t all = (p_.H + kDownColumns - 1) / kDownColumns;
-    const Flag flag = {p_.counters.o_done + max(row_, 0) / kTileRows, all, Phase::kDown};
+    const int tile = max(row_, 0) / kTileRows;
+    const Flag flag = {p_.counters.o_done + tile, static_cast<uint32_t>(p_.num_down_tiles()),
+                       Phase::kDown};
     if (!__all_sync(kAllLanes, row_ < 0 || IsRaised(flag))) {
       if (num_in_flight_ > 0) return false;
-      if (!WaitForRows(flag)) return false;
+      if (!WaitForFlags(row_ >= 0, flag, /*pause_ns=*/200, p_.wait, -1, tile)) return false;
     }
     ptx::FenceAsyncGlobal();  // o was written by TMA; each lane copies the row it looked after
     is_ready_ = true;
     return true;
   }
 
-  // Each lane for the o of its row; false when a wait gave up.
-  __device__ __forceinline__ bool WaitForRows(const Flag& flag) {
-    const WaitSite site = {flag.phase, p_.wait.rank, -1, max(row_, 0) / kTileRows};
-    const auto poll = [&] { return ptx::LoadAcquire(flag.counter); };
-    return BoundedWait(row_ >= 0, poll, flag.expected, /*pause_ns=*/200, p_.wait, site);
-  }
-
   // ---- batches: all routes of a token, and as many columns as fit ----
+
+  // Of a batch whose first column is `column`.
+  __device__ __forceinline__ int NumColumns(uint32_t row_bytes, int column) const {
+    return min(static_cast<int>(row_bytes) / 2, p_.H - column);
+  }
 
   // Starts the copies of the next batch of the current token.
   __device__ __forceinline__ void IssueBatch() {
@@ -178,7 +177,7 @@ class CombineRole {
     Batch& batch = batches_[issue_];
     const uint32_t barrier = batch_full_ + issue_ * sizeof(uint64_t);
     const uint32_t row_bytes = BatchRowBytes(num_routes_);
-    const int columns = min(static_cast<int>(row_bytes) / 2, p_.H - column_);
+    const int columns = NumColumns(row_bytes, column_);
     if (lane_ == 0) {
       batch.token = token_;
       batch.column = column_;
@@ -204,12 +203,12 @@ class CombineRole {
   __device__ __forceinline__ bool SumBatch() {
     const TraceScope trace(p_.trace, kCombine, lane_ == 0);
     const uint32_t barrier = batch_full_ + sum_ * sizeof(uint64_t);
-    if (!__all_sync(kAllLanes, BarrierWait(barrier, sum_parity_, p_.wait))) return false;
+    if (!BarrierWaitOfWarp(barrier, sum_parity_, p_.wait)) return false;
     const Batch& batch = batches_[sum_];
     Delay(DelaySite::kCombine, ~batch.token);
     const int num_rows = batch.num_rows;
     const uint32_t row_bytes = BatchRowBytes(num_rows);
-    const int columns = min(static_cast<int>(row_bytes) / 2, p_.H - batch.column);
+    const int columns = NumColumns(row_bytes, batch.column);
     const int64_t first = int64_t{batch.token} * p_.H + batch.column;
     Rows rows = {batch, row_bytes, ptx::SharedAddress(batch.rows) + lane_ * kVector * 2};
     const Sum sum = Tree<kTreeLevels, 0>(rows, batch.block_ends);

@@ -39,7 +39,8 @@ class LoadRole {
       if (!AnnounceNext()) return;
     }
     for (;;) {
-      if (!Wait(AddressOf(shared_.item_full, slot_.index), slot_.parity)) return;
+      if (!BarrierWaitOfWarp(AddressOf(shared_.item_full, slot_.index), slot_.parity, p_.wait))
+        return;
       const TileItem item = ReadItem(shared_, slot_.index);
       slot_.Advance();
       if (item.step == kNoMoreItems) return;
@@ -59,10 +60,6 @@ class LoadRole {
   static constexpr int kAnnounceAhead = 8;
   static constexpr int kPollAhead = 3;
 
-  __device__ __forceinline__ bool Wait(uint32_t barrier, uint32_t parity) const {
-    return __all_sync(kAllLanes, BarrierWait(barrier, parity, p_.wait));
-  }
-
   __device__ __forceinline__ void ExpectItem() {
     if (ptx::ElectOne()) {
       ptx::BarrierArriveExpect(AddressOf(shared_.item_full, slot_.index), sizeof(PairItem));
@@ -76,7 +73,8 @@ class LoadRole {
     const PairItem item = queue_.Next();
     Delay(DelaySite::kLoad, ~item.row);
     const uint32_t slot = slot_.index;
-    if (!Wait(AddressOf(shared_.item_empty, slot), slot_.parity ^ 1)) return false;
+    if (!BarrierWaitOfWarp(AddressOf(shared_.item_empty, slot), slot_.parity ^ 1, p_.wait))
+      return false;
     const uint32_t lane = threadIdx.x % kWarpThreads;
     if (lane < kPairBlocks) {
       ptx::StoreAt(AddressOf(shared_.items, slot), AddressOf(shared_.item_full, slot), lane,
@@ -89,10 +87,7 @@ class LoadRole {
   template <typename Step>
   __device__ __forceinline__ bool WaitForInput(const TileItem& item) {
     const int tile = item.row / kTileRows;
-    const Flag flag = Step::Input(p_, tile);
-    const WaitSite site = {flag.phase, p_.wait.rank, item.expert, tile};
-    const auto poll = [&] { return ptx::LoadAcquire(flag.counter); };
-    return BoundedWait(true, poll, flag.expected, /*pause_ns=*/32, p_.wait, site);
+    return WaitForFlags(true, Step::Input(p_, tile), /*pause_ns=*/32, p_.wait, item.expert, tile);
   }
 
   // Whether the next item is there and what it reads is ready.
@@ -120,7 +115,9 @@ class LoadRole {
     for (int k = 0; k < num_k_blocks; ++k) {
       const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index);
       Delay(DelaySite::kLoad, item.row * 64 + k);
-      if (!Wait(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1)) return false;
+      if (!BarrierWaitOfWarp(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1,
+                             p_.wait))
+        return false;
       if (ptx::ElectOne()) {
         ptx::BarrierArriveExpect(barrier, kStageBytes);
         LoadStage<Step>(item, k, AddressOf(shared_.stages, stage_.index), barrier);

@@ -42,7 +42,7 @@ class StoreRole {
         const uint32_t buffer = chunk % kStagingBuffers;
         const uint32_t turn = consumer * kStagingBuffers + buffer;
         const uint32_t barrier = AddressOf(shared_.staging_full[consumer], buffer);
-        if (!__all_sync(kAllLanes, BarrierWait(barrier, turns_ >> turn & 1, p_.wait))) return;
+        if (!BarrierWaitOfWarp(barrier, turns_ >> turn & 1, p_.wait)) return;
         turns_ ^= 1u << turn;
         Delay(DelaySite::kStore, item.row * 64 + item.n * 8 + chunk * 2 + consumer);
         if (ptx::ElectOne()) {

@@ -52,6 +52,14 @@ struct ForwardParams {
   uint4* pool;                 // [P, H] bf16: x of each row, later overwritten by its o
   uint4* y;                    // [T, H] bf16
   TraceBuffer trace;
+
+  // Output tiles side by side.
+  MEGAMOE_HOST_DEVICE constexpr int num_gate_up_tiles() const {
+    return (I + kGateUpColumns - 1) / kGateUpColumns;
+  }
+  MEGAMOE_HOST_DEVICE constexpr int num_down_tiles() const {
+    return (H + kDownColumns - 1) / kDownColumns;
+  }
 };
 
 // Row-major bf16 matrices in boxes of 64 columns; see host/forward.cc.
