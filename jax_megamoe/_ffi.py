@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe.config import WAIT_DEADLINE_S, Dims, MegaMoEConfig
-from jax_megamoe.memory import ArraySize, check_fits, forward_results, plan_results, trace_result
+from jax_megamoe.memory import (
+    ArraySize,
+    check_fits,
+    forward_results,
+    gate_up_result,
+    plan_results,
+    trace_result,
+)
 from jax_megamoe.plan import Plan, Step, forward_steps
 
 PLAN = "jax_megamoe_plan"
@@ -129,7 +136,7 @@ def forward_call(
     results = forward_results(dims)
     num_workspace = len(results) - 2
     if keep_gate_up:
-        results.append(ArraySize("gate_up", (dims.pool_rows, 2 * dims.I), np.dtype(jnp.bfloat16)))
+        results.append(gate_up_result(dims))
     if trace:
         results.append(trace_result(dims))
     call = jax.ffi.ffi_call(FORWARD, _results(x, results))

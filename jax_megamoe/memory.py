@@ -143,6 +143,11 @@ def forward_results(dims: Dims) -> list[ArraySize]:
     ]
 
 
+def gate_up_result(dims: Dims) -> ArraySize:
+    """What save="gate_up" keeps: g beside u of every pool row."""
+    return ArraySize("gate_up", (dims.pool_rows, 2 * dims.I), _BF16)
+
+
 def trace_result(dims: Dims) -> ArraySize:
     """The records of a traced call: a header, four an item, one a pool row, one a piece of a sum.
 
