@@ -167,6 +167,12 @@ __device__ __forceinline__ uint4 LoadShared(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ void StoreShared(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
 // ---- warps ----
 
 // True in one lane of the converged warp. Under `if (lane == 0)` ptxas would wrap every TMA of the

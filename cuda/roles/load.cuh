@@ -1,6 +1,6 @@
 // Load: announces items and feeds the stages.
 //
-// reads      the plan's items; the weights and h (TMA)
+// reads      the plan's items; the operands of each item's products (TMA)
 // writes     items and stages in shared memory, of both blocks of the pair
 // waits on   item_empty, item_full, stage_empty; Step::Input of the item: what it reads was
 //            claimed earlier, so that its writer makes progress whatever blocks are resident
@@ -15,6 +15,7 @@
 
 #include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
+#include "pipeline/products.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
@@ -40,6 +41,9 @@ class LoadRole {
   // that neither latency falls between two items.
   static constexpr int kAnnounceAhead = 8;
   static constexpr int kPollAhead = 3;
+
+  template <typename Product>
+  static constexpr uint32_t kBytesB = Product::kColumns * kBlockK * 2;
 
   // False when a wait gave up: then nothing may be copied any more, least of all to the peer.
   __device__ __forceinline__ bool LoadItems() {
@@ -92,9 +96,8 @@ class LoadRole {
 
   template <typename Step>
   __device__ __forceinline__ bool WaitForInput(const TileItem& item) {
-    const int tile = item.row / kTileRows;
-    const Flag flag = Step::Input(p_, tile);
-    const WaitSite site = {flag.phase, p_.wait.rank, item.expert, tile};
+    const Flag flag = Step::Input(p_, item);
+    const WaitSite site = {flag.phase, p_.wait.rank, item.expert, item.row / kTileRows};
     const auto poll = [&] { return ptx::LoadAcquire(flag.counter); };
     return BoundedWait(true, poll, flag.expected, /*pause_ns=*/32, p_.wait, site);
   }
@@ -105,8 +108,7 @@ class LoadRole {
     if (!__all_sync(kAllLanes, ready)) return false;
     const TileItem next = TileOf(shared_.items[slot_.index], rank_);
     if (next.step == kNoMoreItems) return false;
-    Steps::With(next.step,
-                [&]<typename Step>() { ready = IsRaised(Step::Input(p_, next.row / kTileRows)); });
+    Steps::With(next.step, [&]<typename Step>() { ready = IsRaised(Step::Input(p_, next)); });
     return __all_sync(kAllLanes, ready);
   }
 
@@ -119,41 +121,55 @@ class LoadRole {
     // What the flag announces was written through the generic proxy or by another block's TMA.
     ptx::FenceAsyncGlobal();
     __syncwarp();
-    const int num_k_blocks = Step::NumKBlocks(p_);
+    return LoadProducts(typename Step::Products(), item);
+  }
+
+  // A loop for each product: with two kinds of copies in one, the shorter product would be bound by
+  // the instructions of this warp.
+  template <typename... All>
+  __device__ __forceinline__ bool LoadProducts(ProductList<All...>, const TileItem& item) {
+    int behind = ProductList<All...>::NumKBlocks(p_, item);
+    return (LoadProduct<All>(item, behind -= All::NumKBlocks(p_, item)) && ...);
+  }
+
+  // behind: K-blocks of the item behind this product.
+  template <typename Product>
+  __device__ __forceinline__ bool LoadProduct(const TileItem& item, int behind) {
+    const int num_k_blocks = Product::NumKBlocks(p_, item);
+    const int end = num_k_blocks + behind;
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
       const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index);
       Delay(DelaySite::kLoad, item.row * 64 + k);
       if (!Wait(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1)) return false;
       if (ptx::ElectOne()) {
-        ptx::BarrierArriveExpect(barrier, kStageBytes);
-        LoadStage<Step>(item, k, AddressOf(shared_.stages, stage_.index), barrier);
+        ptx::BarrierArriveExpect(barrier, kStageABytes + kBytesB<Product>);
+        LoadStage<Product>(item, k, AddressOf(shared_.stages, stage_.index), barrier);
       }
       __syncwarp();
       stage_.Advance();
-      if (k == num_k_blocks - kAnnounceAhead && !announced_ && !AnnounceNext()) return false;
-      if (k == num_k_blocks - kPollAhead) next_ready_ = PollNext();
+      if (k == end - kAnnounceAhead && !announced_ && !AnnounceNext()) return false;
+      if (k == end - kPollAhead) next_ready_ = PollNext();
     }
     return true;
   }
 
   // This block's share of a stage: what its own products read alone, and half of what both read.
-  template <typename Step>
+  template <typename Product>
   __device__ __forceinline__ void LoadStage(const TileItem& item, int k, uint32_t stage,
                                             uint32_t barrier) {
-    constexpr uint32_t kHalfB = kStageBBytes / 2;
+    constexpr uint32_t kHalfB = kBytesB<Product> / 2;
     const uint32_t b = stage + kStageABytes;
     if (item.is_wide) {
       const int half = rank_;
-      Step::template LoadRows<true>(maps_, item.row + half * kConsumerRows, k,
-                                    stage + half * ptx::kChunkBytes, barrier);
-      Step::template LoadColumns<false>(maps_, p_, item, 0, k, b, barrier);
-      Step::template LoadColumns<false>(maps_, p_, item, 1, k, b + kHalfB, barrier);
+      Product::template LoadRows<true>(maps_, p_, item, half, k, stage + half * ptx::kChunkBytes,
+                                       barrier);
+      Product::template LoadColumns<false>(maps_, p_, item, 0, k, b, barrier);
+      Product::template LoadColumns<false>(maps_, p_, item, 1, k, b + kHalfB, barrier);
     } else {
-      Step::template LoadRows<false>(maps_, item.row, k, stage, barrier);
-      Step::template LoadRows<false>(maps_, item.row + kConsumerRows, k, stage + ptx::kChunkBytes,
-                                     barrier);
-      Step::template LoadColumns<true>(maps_, p_, item, rank_, k, b + rank_ * kHalfB, barrier);
+      Product::template LoadRows<false>(maps_, p_, item, 0, k, stage, barrier);
+      Product::template LoadRows<false>(maps_, p_, item, 1, k, stage + ptx::kChunkBytes, barrier);
+      Product::template LoadColumns<true>(maps_, p_, item, rank_, k, b + rank_ * kHalfB, barrier);
     }
   }
 

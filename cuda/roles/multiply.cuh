@@ -1,7 +1,7 @@
 // Multiply: the products of a tile and the arithmetic that finishes it.
 //
 // reads      stages in shared memory
-// writes     the finished tile, in chunks of 64 rows x 64 columns, to the staging buffers
+// writes     the finished tile, in chunks of 64 rows x 128 bytes, to the staging buffers
 // waits on   item_full, stage_full; staging_empty, which the store warp releases
 // signals    item_empty, stage_empty, staging_full
 // threads    two warpgroups, 64 rows of the tile each
@@ -9,9 +9,12 @@
 
 #include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
+#include "pipeline/products.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
+#include "pipeline/staging.cuh"
 #include "pipeline/trace.cuh"
+#include "ptx/math.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace megamoe {
@@ -22,22 +25,22 @@ class MultiplyRole {
 
  public:
   __device__ MultiplyRole(SharedMemory& shared, const Params& params, int consumer)
-      : shared_(shared), p_(params), consumer_(consumer) {}
+      : shared_(shared),
+        p_(params),
+        consumer_(consumer),
+        staging_(shared, consumer, params.wait) {}
 
   __device__ void Run() {
-#pragma unroll
-    for (int i = 0; i < 128; ++i) acc_[i] = 0;
+    Clear();
     ForEachItem(shared_, p_.wait, [&](const TileItem& item) {
       Steps::With(item.step, [&]<typename Step>() {
         const bool is_recorder = consumer_ == 0 && item.num_consumers > 0 && IsThread0();
         const TraceScope trace(p_.trace, Step::kPart, is_recorder);
-        const int num_k_blocks = Step::NumKBlocks(p_);
         Delay(DelaySite::kMultiply, item.row * 64 + item.n);
         if (consumer_ >= item.num_consumers) {
-          Skip(num_k_blocks);
+          Skip(Step::Products::NumKBlocks(p_, item));
         } else {
-          Multiply(num_k_blocks);
-          Finish<Step>();
+          MultiplyAndFinish<Step>(typename Step::Products(), item);
         }
       });
     });
@@ -45,7 +48,11 @@ class MultiplyRole {
 
  private:
   __device__ __forceinline__ bool IsThread0() const { return threadIdx.x % kGroupThreads == 0; }
-  __device__ __forceinline__ bool IsLane0() const { return threadIdx.x % kWarpThreads == 0; }
+
+  __device__ __forceinline__ void Clear() {
+#pragma unroll
+    for (int i = 0; i < 128; ++i) acc_[i] = 0;
+  }
 
   // Tells both blocks of the pair, a lane each: either may copy into the stage of both.
   __device__ __forceinline__ void ReleaseStage(uint32_t stage) {
@@ -63,9 +70,48 @@ class MultiplyRole {
     }
   }
 
-  __device__ __forceinline__ void Multiply(int num_k_blocks) {
-    constexpr auto kA = ptx::Major::kK;
-    constexpr auto kB = ptx::Major::kMN;
+  template <typename Step, typename Product>
+  __device__ __forceinline__ void MultiplyAndFinish(ProductList<Product>, const TileItem& item) {
+    const int num_k_blocks = Product::NumKBlocks(p_, item);
+    if (Product::kMayBeEmpty && num_k_blocks == 0) {
+      Clear();  // the sum over no rows
+    } else {
+      Multiply<Product>(acc_, num_k_blocks);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
+      staging_.Open(chunk);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) Step::PutColumns(staging_, acc_, chunk, c);
+      staging_.Close(chunk);
+    }
+  }
+
+  // Two products, of which the first leaves its result packed as bf16 for the arithmetic that
+  // finishes the second.
+  template <typename Step, typename First, typename Second>
+  __device__ __forceinline__ void MultiplyAndFinish(ProductList<First, Second>,
+                                                    const TileItem& item) {
+    // What the step reads of each row, a memory latency ahead of its use.
+    auto rows = Step::ReadRows(p_, item, consumer_);
+    Multiply<First>(acc_, First::NumKBlocks(p_, item));
+    uint32_t first[64];
+#pragma unroll
+    for (int i = 0; i < 64; ++i) first[i] = ptx::PackBf16(acc_[2 * i], acc_[2 * i + 1]);
+    rows.ReadMore(p_);
+    auto& second = reinterpret_cast<float(&)[64]>(acc_);
+    Multiply<Second>(second, Second::NumKBlocks(p_, item));
+    Step::Finish(p_, item, rows, first, second, staging_);
+    // Otherwise the old values would take registers all through the arithmetic: the next product
+    // seems to add to them.
+    Clear();
+  }
+
+  template <typename Product, int kAccumulators>
+  __device__ __forceinline__ void Multiply(float (&acc)[kAccumulators], int num_k_blocks) {
+    static_assert(kAccumulators * 2 == Product::kColumns);
+    constexpr auto kA = Product::kMajorA;
+    constexpr auto kB = Product::kMajorB;
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
@@ -73,15 +119,15 @@ class MultiplyRole {
       const uint32_t address = AddressOf(shared_.stages, stage_.index);
       const uint64_t a = ptx::TileDescriptor<kA>(address + consumer_ * ptx::kChunkBytes);
       const uint64_t b = ptx::TileDescriptor<kB>(address + kStageABytes);
-      ptx::PinRegisters(acc_);
+      ptx::PinRegisters(acc);
       ptx::WgmmaFence();
 #pragma unroll
       for (int i = 0; i < kBlockK / 16; ++i) {
-        ptx::Wgmma64x256x16<kA, kB>(a + i * ptx::kDescriptor16K<kA>,
-                                    b + i * ptx::kDescriptor16K<kB>, acc_, (k | i) != 0);
+        ptx::Wgmma<kA, kB>(a + i * ptx::kDescriptor16K<kA>, b + i * ptx::kDescriptor16K<kB>, acc,
+                           (k | i) != 0);
       }
       ptx::WgmmaCommit();
-      ptx::PinRegisters(acc_);
+      ptx::PinRegisters(acc);
       ptx::WgmmaWait<1>();
       // The products of the block before are complete in this warp.
       if (k > 0) ReleaseStage(previous);
@@ -89,41 +135,15 @@ class MultiplyRole {
       stage_.Advance();
     }
     ptx::WgmmaWait<0>();
-    ptx::PinRegisters(acc_);
+    ptx::PinRegisters(acc);
     ReleaseStage(previous);
-  }
-
-  template <typename Step>
-  __device__ __forceinline__ void Finish() {
-    const int lane = threadIdx.x % kWarpThreads;
-    const int row = threadIdx.x % kGroupThreads / kWarpThreads * 16 + lane % 16;
-#pragma unroll
-    for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
-      const uint32_t buffer = chunk % kStagingBuffers;
-      Delay(DelaySite::kMultiply, chunk + 4 * staging_turns_);
-      const uint32_t base = AddressOf(shared_.staging[consumer_], buffer) + row * 128;
-      BarrierWait(AddressOf(shared_.staging_empty[consumer_], buffer),
-                  (staging_turns_ >> buffer & 1) ^ 1, p_.wait);
-      staging_turns_ ^= 1u << buffer;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) packed[j] = Step::Finish(acc_, chunk * 16 + c * 4 + j);
-        // 128-byte swizzle: the 16-byte column index is xor-ed with the row.
-        ptx::StoreMatrix(base + ((c * 32 + lane / 16 * 16) ^ (row % 8 * 16)), packed);
-      }
-      ptx::FenceAsyncShared();
-      __syncwarp();
-      if (IsLane0()) ptx::BarrierArrive(AddressOf(shared_.staging_full[consumer_], buffer));
-    }
   }
 
   SharedMemory& shared_;
   const Params& p_;
   const int consumer_;
+  Staging staging_;
   RingPosition<kNumStages> stage_;
-  uint32_t staging_turns_ = 0;  // a parity bit for each staging buffer
   float acc_[128];
 };
 

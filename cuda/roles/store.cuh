@@ -1,9 +1,9 @@
 // Store: moves finished chunks to memory and publishes the tile.
 //
 // reads      staging buffers
-// writes     h or o (TMA); Step::Done of the tile
+// writes     the result of each item (TMA)
 // waits on   item_full, staging_full
-// signals    item_empty, staging_empty; Step::Done: +1 when all of the item is in memory
+// signals    item_empty, staging_empty; Step::Publish when all of the item is in memory
 // threads    one warp, all lanes converged; one lane issues. A role of its own, because a consumer
 //            that published would wait for its own stores before the next product.
 #pragma once
@@ -29,6 +29,9 @@ class StoreRole {
     ForEachItem(shared_, p_.wait, [&](const TileItem& item) {
       Steps::With(item.step, [&]<typename Step>() { StoreItem<Step>(item); });
     });
+    // Nobody in this call waits for what is not published.
+    if (ptx::ElectOne()) ptx::StoreWaitAll();
+    __syncwarp();
   }
 
  private:
@@ -45,7 +48,7 @@ class StoreRole {
         turns_ ^= 1u << turn;
         Delay(DelaySite::kStore, item.row * 64 + item.n * 8 + chunk * 2 + consumer);
         if (ptx::ElectOne()) {
-          Step::StoreChunk(maps_, item, consumer, chunk,
+          Step::StoreChunk(maps_, p_, item, consumer, chunk,
                            AddressOf(shared_.staging[consumer], buffer));
           ptx::StoreCommit();
           ptx::StoreWaitRead<1>();
@@ -60,10 +63,12 @@ class StoreRole {
     if (ptx::ElectOne()) {
       ptx::StoreWaitRead<0>();
       ptx::BarrierArrive(previous);
-      ptx::StoreWaitAll();
-      ptx::FenceAsyncGlobal();
-      Delay(DelaySite::kStore, item.row * 64 + item.n);
-      ptx::AddRelease(Step::Done(p_, item.row / kTileRows), 1);
+      if constexpr (Step::kIsPublished) {
+        ptx::StoreWaitAll();
+        ptx::FenceAsyncGlobal();
+        Delay(DelaySite::kStore, item.row * 64 + item.n);
+        Step::Publish(p_, item);
+      }
     }
     __syncwarp();
   }
