@@ -132,6 +132,9 @@ struct ForwardSteps {
   // Registers of a thread: the first warpgroup gives some to the two that multiply.
   static constexpr int kServiceRegisters = 120;
   static constexpr int kMultiplyRegisters = 192;
+  // All products have one shape, and their accumulators stay in place from item to item. That saves
+  // the instructions that clear them.
+  static constexpr bool kKeepsAccumulators = true;
 
   // Calls f.template operator()<Step>() for the step with the given number.
   template <typename F>

@@ -55,6 +55,7 @@ struct TokenStep {
     return p.plan.row_slot[row + kConsumerRows] >= 0 ? 2 : 1;
   }
   static __device__ __forceinline__ int Depth(const LayerParams&, int) { return 0; }
+  static __device__ __forceinline__ int ExpertRow(const LayerParams&, const TileItem&) { return 0; }
 };
 
 // 128 rows by 256 columns, with A as rows of k and B as rows of columns or, by default, of k.

@@ -45,6 +45,7 @@ struct TileItem {
   int depth;  // K-blocks of products over the rows of an expert; of other products it says nothing
   int row;    // first of the tile
   int n;
+  int expert_row = 0;  // first pool row of the expert, in the load role alone, where depth is
 };
 
 __device__ __forceinline__ TileItem TileOf(const PairItem& pair, int rank) {

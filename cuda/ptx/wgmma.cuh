@@ -41,6 +41,12 @@ __device__ __forceinline__ void PinRegisters(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+// Makes the compiler finish these values here: it would otherwise keep what they are made of.
+template <int N>
+__device__ __forceinline__ void PinRegisters(uint32_t (&v)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(v[i]));
+}
 
 // Four 8 x 8 matrices of 16-bit elements, one row address a lane.
 __device__ __forceinline__ void StoreMatrix(uint32_t address, const uint32_t (&m)[4]) {

@@ -113,7 +113,7 @@ class LoadRole {
   }
 
   template <typename Step>
-  __device__ __forceinline__ bool LoadItem(const TileItem& item, bool ready) {
+  __device__ __forceinline__ bool LoadItem(TileItem item, bool ready) {
     if (!ready) {
       const TraceScope trace(p_.trace, kTraceWait | Step::kPart, threadIdx.x % kWarpThreads == 0);
       if (!WaitForInput<Step>(item)) return false;
@@ -121,6 +121,7 @@ class LoadRole {
     // What the flag announces was written through the generic proxy or by another block's TMA.
     ptx::FenceAsyncGlobal();
     __syncwarp();
+    item.expert_row = Step::ExpertRow(p_, item);
     return LoadProducts(typename Step::Products(), item);
   }
 

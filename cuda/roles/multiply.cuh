@@ -31,7 +31,7 @@ class MultiplyRole {
         staging_(shared, consumer, params.wait) {}
 
   __device__ void Run() {
-    Clear();
+    if constexpr (Steps::kKeepsAccumulators) Clear(acc_);
     ForEachItem(shared_, p_.wait, [&](const TileItem& item) {
       Steps::With(item.step, [&]<typename Step>() {
         const bool is_recorder = consumer_ == 0 && item.num_consumers > 0 && IsThread0();
@@ -49,9 +49,11 @@ class MultiplyRole {
  private:
   __device__ __forceinline__ bool IsThread0() const { return threadIdx.x % kGroupThreads == 0; }
 
-  __device__ __forceinline__ void Clear() {
+  // What no instruction has written stays alive across all items: a product seems to add to it.
+  template <int kAccumulators>
+  static __device__ __forceinline__ void Clear(float (&acc)[kAccumulators]) {
 #pragma unroll
-    for (int i = 0; i < 128; ++i) acc_[i] = 0;
+    for (int i = 0; i < kAccumulators; ++i) acc[i] = 0;
   }
 
   // Tells both blocks of the pair, a lane each: either may copy into the stage of both.
@@ -72,17 +74,25 @@ class MultiplyRole {
 
   template <typename Step, typename Product>
   __device__ __forceinline__ void MultiplyAndFinish(ProductList<Product>, const TileItem& item) {
-    const int num_k_blocks = Product::NumKBlocks(p_, item);
-    if (Product::kMayBeEmpty && num_k_blocks == 0) {
-      Clear();  // the sum over no rows
+    if constexpr (Steps::kKeepsAccumulators) {
+      MultiplyAndFinish<Step, Product>(acc_, item);
     } else {
-      Multiply<Product>(acc_, num_k_blocks);
+      float acc[128];
+      Clear(acc);
+      MultiplyAndFinish<Step, Product>(acc, item);
     }
+  }
+
+  template <typename Step, typename Product>
+  __device__ __forceinline__ void MultiplyAndFinish(float (&acc)[128], const TileItem& item) {
+    const int num_k_blocks = Product::NumKBlocks(p_, item);
+    // Nothing to add leaves 0.
+    if (!Product::kMayBeEmpty || num_k_blocks > 0) Multiply<Product>(acc, num_k_blocks);
 #pragma unroll
     for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
       staging_.Open(chunk);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) Step::PutColumns(staging_, acc_, chunk, c);
+      for (int c = 0; c < 4; ++c) Step::PutColumns(staging_, acc, chunk, c);
       staging_.Close(chunk);
     }
   }
@@ -94,17 +104,20 @@ class MultiplyRole {
                                                     const TileItem& item) {
     // What the step reads of each row, a memory latency ahead of its use.
     auto rows = Step::ReadRows(p_, item, consumer_);
-    Multiply<First>(acc_, First::NumKBlocks(p_, item));
     uint32_t first[64];
+    {
+      float acc[128];
+      Clear(acc);
+      Multiply<First>(acc, First::NumKBlocks(p_, item));
 #pragma unroll
-    for (int i = 0; i < 64; ++i) first[i] = ptx::PackBf16(acc_[2 * i], acc_[2 * i + 1]);
+      for (int i = 0; i < 64; ++i) first[i] = ptx::PackBf16(acc[2 * i], acc[2 * i + 1]);
+      ptx::PinRegisters(first);
+    }
     rows.ReadMore(p_);
-    auto& second = reinterpret_cast<float(&)[64]>(acc_);
-    Multiply<Second>(second, Second::NumKBlocks(p_, item));
-    Step::Finish(p_, item, rows, first, second, staging_);
-    // Otherwise the old values would take registers all through the arithmetic: the next product
-    // seems to add to them.
-    Clear();
+    float acc[64];
+    Clear(acc);
+    Multiply<Second>(acc, Second::NumKBlocks(p_, item));
+    Step::Finish(p_, item, rows, first, acc, staging_);
   }
 
   template <typename Product, int kAccumulators>
@@ -144,7 +157,7 @@ class MultiplyRole {
   const int consumer_;
   Staging staging_;
   RingPosition<kNumStages> stage_;
-  float acc_[128];
+  float acc_[128];  // with Steps::kKeepsAccumulators
 };
 
 }  // namespace megamoe
