@@ -131,16 +131,16 @@ class DispatchRole {
   // Zeros the pads of a claim, before anything that the claim's end announces is stored: what is
   // waited for then covers them. A claim of pads alone announces them at once, so it waits here.
   __device__ __forceinline__ void ZeroPads(int first, const Slots& slots) {
-    if (slots.v[kRows - 1] >= 0) return;
-    const int half = first / kConsumerRows * kConsumerRows;
-    const bool is_read = p_.plan.row_slot[half] >= 0;
-    if (!is_read) return;
+    int num_rows = 0;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (slots.v[i] < 0) ZeroRow(first + i);
-    }
+    for (int i = 0; i < kRows; ++i) num_rows += slots.v[i] >= 0;
+    if (num_rows == kRows) return;
+    const int half = first / kConsumerRows * kConsumerRows;
+    if (p_.plan.row_slot[half] < 0) return;  // no row in these 64, and nobody reads them
+#pragma unroll 1
+    for (int row = first + num_rows; row < first + kRows; ++row) ZeroRow(row);
     ptx::StoreCommit();
-    if (slots.v[0] < 0) {
+    if (num_rows == 0) {
       ptx::StoreWaitAll();
       ptx::FenceAsyncGlobal();
     }

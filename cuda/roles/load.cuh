@@ -37,10 +37,10 @@ class LoadRole {
   }
 
  private:
-  // K-blocks before the end of an item at which the next one is announced and its flag polled, so
-  // that neither latency falls between two items.
-  static constexpr int kAnnounceAhead = 8;
-  static constexpr int kPollAhead = 3;
+  // K-blocks that are loaded after the next item is announced and after its flag is polled, so that
+  // neither latency falls between two items.
+  static constexpr int kAnnounceAhead = 7;
+  static constexpr int kPollAhead = 2;
 
   template <typename Product>
   static constexpr uint32_t kBytesB = Product::kColumns * kBlockK * 2;
@@ -52,19 +52,47 @@ class LoadRole {
       queue_.Claim();
       if (!AnnounceNext()) return false;
     }
+    bool ready = false;
     for (;;) {
       if (!Wait(AddressOf(shared_.item_full, slot_.index), slot_.parity)) return false;
-      const TileItem item = ReadItem(shared_, slot_.index);
+      TileItem item = ReadItem(shared_, slot_.index);
       slot_.Advance();
       if (item.step == kNoMoreItems) return true;
       ExpectItem();
-      const bool ready = next_ready_;
-      announced_ = rank_ != 0;
-      next_ready_ = false;
-      bool loaded = false;
-      Steps::With(item.step, [&]<typename Step>() { loaded = LoadItem<Step>(item, ready); });
-      if (!loaded || (!announced_ && !AnnounceNext())) return false;
+      int num_k_blocks = 0;
+      Steps::With(item.step, [&]<typename Step>() {
+        if (!ready) ready = WaitForInput<Step>(item);
+        num_k_blocks = Step::Products::NumKBlocks(p_, item);
+        item.expert_row = Step::ExpertRow(p_, item);
+      });
+      if (!ready) return false;
+      // What the flag announces was written through the generic proxy or by another block's TMA.
+      ptx::FenceAsyncGlobal();
+      __syncwarp();
+      if (!LoadItem(item, num_k_blocks, &ready)) return false;
     }
+  }
+
+  // Loads the item in three parts, with the announcement and the poll of the next between them.
+  // next_ready: what the poll found.
+  __device__ __forceinline__ bool LoadItem(const TileItem& item, int num_k_blocks,
+                                           bool* next_ready) {
+    int from = 0;
+#pragma unroll 1
+    for (int part = 0; part < 3; ++part) {
+      // Of an item that is too short, everything.
+      const int ahead = part == 0 ? kAnnounceAhead : part == 1 ? kPollAhead : 0;
+      const int to = num_k_blocks > ahead ? num_k_blocks - ahead : num_k_blocks;
+      bool loaded = false;
+      Steps::With(item.step, [&]<typename Step>() {
+        loaded = LoadBlocks(typename Step::Products(), item, from, to);
+      });
+      if (!loaded) return false;
+      from = max(from, to);
+      if (part == 0 && rank_ == 0 && !AnnounceNext()) return false;
+      if (part == 1) *next_ready = PollNext();
+    }
+    return true;
   }
 
   __device__ __forceinline__ bool Wait(uint32_t barrier, uint32_t parity) const {
@@ -80,7 +108,6 @@ class LoadRole {
 
   // Writes the next item into the rings of both blocks, a lane each.
   __device__ __forceinline__ bool AnnounceNext() {
-    announced_ = true;
     const PairItem item = queue_.Next();
     Delay(DelaySite::kLoad, ~item.row);
     const uint32_t slot = slot_.index;
@@ -98,6 +125,7 @@ class LoadRole {
   __device__ __forceinline__ bool WaitForInput(const TileItem& item) {
     const Flag flag = Step::Input(p_, item);
     const WaitSite site = {flag.phase, p_.wait.rank, item.expert, item.row / kTileRows};
+    const TraceScope trace(p_.trace, kTraceWait | Step::kPart, threadIdx.x % kWarpThreads == 0);
     const auto poll = [&] { return ptx::LoadAcquire(flag.counter); };
     return BoundedWait(true, poll, flag.expected, /*pause_ns=*/32, p_.wait, site);
   }
@@ -112,34 +140,22 @@ class LoadRole {
     return __all_sync(kAllLanes, ready);
   }
 
-  template <typename Step>
-  __device__ __forceinline__ bool LoadItem(TileItem item, bool ready) {
-    if (!ready) {
-      const TraceScope trace(p_.trace, kTraceWait | Step::kPart, threadIdx.x % kWarpThreads == 0);
-      if (!WaitForInput<Step>(item)) return false;
-    }
-    // What the flag announces was written through the generic proxy or by another block's TMA.
-    ptx::FenceAsyncGlobal();
-    __syncwarp();
-    item.expert_row = Step::ExpertRow(p_, item);
-    return LoadProducts(typename Step::Products(), item);
-  }
-
-  // A loop for each product: with two kinds of copies in one, the shorter product would be bound by
-  // the instructions of this warp.
+  // The K-blocks [from, to) of all products together, in a loop for each product: with two kinds of
+  // copies in one, the smaller blocks would be bound by the instructions of this warp.
   template <typename... All>
-  __device__ __forceinline__ bool LoadProducts(ProductList<All...>, const TileItem& item) {
-    int behind = ProductList<All...>::NumKBlocks(p_, item);
-    return (LoadProduct<All>(item, behind -= All::NumKBlocks(p_, item)) && ...);
+  __device__ __forceinline__ bool LoadBlocks(ProductList<All...>, const TileItem& item, int from,
+                                             int to) {
+    int before = 0;
+    return (LoadBlocks<All>(item, from, to, &before) && ...);
   }
 
-  // behind: K-blocks of the item behind this product.
+  // before: K-blocks of the products before this one, which it adds its own to.
   template <typename Product>
-  __device__ __forceinline__ bool LoadProduct(const TileItem& item, int behind) {
+  __device__ __forceinline__ bool LoadBlocks(const TileItem& item, int from, int to, int* before) {
     const int num_k_blocks = Product::NumKBlocks(p_, item);
-    const int end = num_k_blocks + behind;
+    const int end = min(to - *before, num_k_blocks);
 #pragma unroll 1
-    for (int k = 0; k < num_k_blocks; ++k) {
+    for (int k = max(from - *before, 0); k < end; ++k) {
       const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index);
       Delay(DelaySite::kLoad, item.row * 64 + k);
       if (!Wait(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1)) return false;
@@ -149,9 +165,8 @@ class LoadRole {
       }
       __syncwarp();
       stage_.Advance();
-      if (k == end - kAnnounceAhead && !announced_ && !AnnounceNext()) return false;
-      if (k == end - kPollAhead) next_ready_ = PollNext();
     }
+    *before += num_k_blocks;
     return true;
   }
 
@@ -181,8 +196,6 @@ class LoadRole {
   ItemQueue<Steps> queue_;
   RingPosition<kNumStages> stage_;
   RingPosition<kItemSlots> slot_;  // of the next item
-  bool announced_ = false;
-  bool next_ready_ = false;
 };
 
 }  // namespace megamoe
