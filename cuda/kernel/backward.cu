@@ -1,6 +1,5 @@
 // The backward of the layer in one persistent kernel, for either dtype of the weight gradients.
 #include "kernel/backward.h"
-
 #include "kernel/backward_steps.cuh"
 #include "kernel/skeleton.cuh"
 

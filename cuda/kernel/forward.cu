@@ -1,6 +1,5 @@
 // The forward of the layer in one persistent kernel.
 #include "kernel/forward.h"
-
 #include "kernel/forward_steps.cuh"
 #include "kernel/skeleton.cuh"
 

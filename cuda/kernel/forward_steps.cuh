@@ -57,8 +57,8 @@ struct GateUpStep : TokenStep {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int j = 32 * chunk + 8 * c + 2 * i;
-      packed[i] = ptx::PackBf16(ptx::Silu(acc[j]) * acc[64 + j],
-                                ptx::Silu(acc[j + 1]) * acc[65 + j]);
+      packed[i] =
+          ptx::PackBf16(ptx::Silu(acc[j]) * acc[64 + j], ptx::Silu(acc[j + 1]) * acc[65 + j]);
     }
     staging.Put(chunk, c, packed);
   }

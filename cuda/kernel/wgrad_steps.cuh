@@ -51,8 +51,8 @@ struct RowsProduct {
                                                int column, int k, uint32_t to, uint32_t barrier) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      LoadBox<kForBoth>(to + i * ptx::kChunkBytes, map, barrier, ptx::kEvictNormal,
-                        column + i * 64, item.expert_row + k * kBlockK);
+      LoadBox<kForBoth>(to + i * ptx::kChunkBytes, map, barrier, ptx::kEvictNormal, column + i * 64,
+                        item.expert_row + k * kBlockK);
     }
   }
 };

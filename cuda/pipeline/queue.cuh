@@ -52,8 +52,12 @@ class ItemQueue {
     const int first = Step::NumConsumers(p_, row);
     const int beside = item.n + 1 < Step::NumColumnTiles(p_) ? first : 0;
     const int second = item.wide() ? beside : Step::NumConsumers(p_, row + kTileRows);
-    return {static_cast<int8_t>(item.step()), PairItem::ShapeOf(item.wide(), first, second),
-            static_cast<int16_t>(item.expert), Step::Depth(p_, item.expert), row, item.n};
+    return {static_cast<int8_t>(item.step()),
+            PairItem::ShapeOf(item.wide(), first, second),
+            static_cast<int16_t>(item.expert),
+            Step::Depth(p_, item.expert),
+            row,
+            item.n};
   }
 
   const Params& p_;

@@ -64,8 +64,7 @@ __device__ __forceinline__ void StoreShared(uint32_t address, float v0, float v1
 // In d, thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 (+ 8) and, for each group j
 // of 8 columns, columns 8 j + 2 (t % 4) (+ 1): d[4 j + 2 (row + 8?) + (column + 1?)].
 template <Major kMajorA, Major kMajorB>
-__device__ __forceinline__ void Wgmma(uint64_t a, uint64_t b, float (&d)[128],
-                                               bool accumulate) {
+__device__ __forceinline__ void Wgmma(uint64_t a, uint64_t b, float (&d)[128], bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -106,8 +105,7 @@ __device__ __forceinline__ void Wgmma(uint64_t a, uint64_t b, float (&d)[128],
 
 // The same with half the columns: d [64 x 128] += a [64 x 16] b [16 x 128].
 template <Major kMajorA, Major kMajorB>
-__device__ __forceinline__ void Wgmma(uint64_t a, uint64_t b, float (&d)[64],
-                                               bool accumulate) {
+__device__ __forceinline__ void Wgmma(uint64_t a, uint64_t b, float (&d)[64], bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"

@@ -2,7 +2,8 @@
 //
 // reads      token_order, slot_row of the plan; expert_idx, the weights of Steps; Steps::Rows
 // writes     Steps::Sums, and what Steps::FinishRoute does for each route of a token
-// waits on   Steps::RowsDone of each row's tile: its items were claimed before or will be by running
+// waits on   Steps::RowsDone of each row's tile: its items were claimed before or will be by
+// running
 //            warps; batch_full
 // signals    nothing
 // threads    any warps; each claims one token at a time, in the order in which sums become ready
@@ -150,8 +151,8 @@ class CombineRole {
     PrefetchToken();
   }
 
-  // Whether the rows of the current token are complete. Waits for it only when nothing else is to do, and
-  // is then false when the call has failed.
+  // Whether the rows of the current token are complete. Waits for it only when nothing else is to
+  // do, and is then false when the call has failed.
   __device__ __forceinline__ bool RowsAreReady() {
     if (is_ready_) return true;
     const Flag flag = Steps::RowsDone(p_, max(row_, 0) / kTileRows);

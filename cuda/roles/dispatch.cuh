@@ -1,7 +1,8 @@
 // Dispatch: copies each token's rows, of one array or more, to its pool rows.
 //
 // reads      row_slot of the plan; x, in the backward also dy
-// writes     a pool of each; with Steps::kZeroPads also the pads that products over rows read: those
+// writes     a pool of each; with Steps::kZeroPads also the pads that products over rows read:
+// those
 //            that share 64 rows with a row
 // waits on   nothing but its own copies: hence every row is written whatever blocks are resident
 // signals    x_ready of the row's tile: +1 for each row, pads included

@@ -25,10 +25,7 @@ class MultiplyRole {
 
  public:
   __device__ MultiplyRole(SharedMemory& shared, const Params& params, int consumer)
-      : shared_(shared),
-        p_(params),
-        consumer_(consumer),
-        staging_(shared, consumer, params.wait) {}
+      : shared_(shared), p_(params), consumer_(consumer), staging_(shared, consumer, params.wait) {}
 
   __device__ void Run() {
     if constexpr (Steps::kKeepsAccumulators) Clear(acc_);

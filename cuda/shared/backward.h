@@ -26,20 +26,20 @@ struct BackwardParams : LayerParams {
 
 // Row-major matrices in boxes of 128 bytes a row; see host/backward.cc.
 struct BackwardMaps {
-  CUtensorMap x;   // [P, H]; like the next five bf16, 64 rows a box
-  CUtensorMap dy;  // [P, H]
-  CUtensorMap dg;  // [P, I]: d(x Wg)
-  CUtensorMap du;  // [P, I]: d(x Wu)
-  CUtensorMap wh;  // [P, I]: expert_weight h
-  CUtensorMap dx;  // [P, H]
+  CUtensorMap x;               // [P, H]; like the next five bf16, 64 rows a box
+  CUtensorMap dy;              // [P, H]
+  CUtensorMap dg;              // [P, I]: d(x Wg)
+  CUtensorMap du;              // [P, I]: d(x Wu)
+  CUtensorMap wh;              // [P, I]: expert_weight h
+  CUtensorMap dx;              // [P, H]
   CUtensorMap w_gate;          // [E/R H, I] as MN-major chunks, 2 a box
   CUtensorMap w_up;            // likewise
   CUtensorMap w_gate_by_rows;  // [E/R, H, I], 128 rows a box
   CUtensorMap w_up_by_rows;    // likewise
   CUtensorMap w_down_by_rows;  // [E/R, I, H], 64 rows a box
-  CUtensorMap dw_gate;         // [E/R H, I]; like the next two in the dtype of the gradients, 64 rows
-  CUtensorMap dw_up;           // [E/R H, I]
-  CUtensorMap dw_down;         // [E/R I, H]
+  CUtensorMap dw_gate;  // [E/R H, I]; like the next two in the dtype of the gradients, 64 rows
+  CUtensorMap dw_up;    // [E/R H, I]
+  CUtensorMap dw_down;  // [E/R I, H]
 };
 
 }  // namespace megamoe
