@@ -3,7 +3,7 @@
 
 #include "comm/wait.cuh"
 #include "kernel/steps.cuh"
-#include "ptx/math.cuh"
+#include "ptx/activation.cuh"
 #include "shared/backward.h"
 
 namespace megamoe {

@@ -100,8 +100,7 @@ struct SharedMemory {
 static_assert(sizeof(SharedMemory) <= 232448, "a block has 227 KB");
 
 __device__ __forceinline__ SharedMemory& BlockMemory() {
-  extern __shared__ __align__(1024) uint8_t memory[];
-  return *reinterpret_cast<SharedMemory*>(memory);
+  return *static_cast<SharedMemory*>(ptx::DynamicSharedMemory());
 }
 
 // Initialises every barrier; one thread calls it, and the block synchronises afterwards.

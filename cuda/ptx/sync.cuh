@@ -9,6 +9,12 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// The shared memory that the launch gives the block.
+__device__ __forceinline__ void* DynamicSharedMemory() {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  return memory;
+}
+
 // ---- mbarriers in shared memory; `parity` is that of the phase waited for ----
 
 __device__ __forceinline__ void BarrierInit(uint32_t barrier, uint32_t arrivals) {
