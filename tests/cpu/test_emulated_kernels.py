@@ -4,6 +4,8 @@ The sources are those of the GPU build but for cuda/ptx, so what fails here fail
 small: half tiles and whole ones, odd and even numbers of tiles, more than one column tile.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -63,7 +65,7 @@ def test_every_order_gives_the_same_bits_and_the_right_values(
     # float32 sums of another order, a few of which round the other way.
     compare.assert_within(once, cases.dense(batch, ROUNDINGS), 5e-3)
     for seed, multiprocessors in ((1, 2), (2, 4), (3, 6)):
-        how = {"seed": seed, "multiprocessors": multiprocessors}
+        how: dict[str, Any] = {"seed": seed, "multiprocessors": multiprocessors}
         again = emulated.forward(batch, **how), *emulated.backward(batch, weight_dtype=F32, **how)
         compare.assert_results_bitwise(Results(*again), once)
 
