@@ -22,7 +22,7 @@ MIN_DELAYS = 1000
 def test_delays_change_no_bit(tmp_path: Path) -> None:
     """The right bits are those of the extension that users run, in this process."""
     path = tmp_path / "gradients.npz"
-    np.savez(path, **results())
+    np.savez(path, *results())
     result = run_on_gpu(
         "-m",
         "tests.backward_programs",
