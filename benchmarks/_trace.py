@@ -1,33 +1,49 @@
-"""What a trace of the forward says: its records decoded, summed up, and drawn."""
+"""What the trace of a pass says: its records decoded, summed up, and drawn."""
 
 import dataclasses
 import pathlib
 
 import numpy as np
 
-# Kinds of a record: the parts of cuda/shared/forward.h, and cuda/shared/trace.h's wait before them.
+# Kinds of a record: the parts of cuda/shared/part.h, and cuda/shared/trace.h's wait before those
+# that multiply.
 WAIT = 16
-KINDS = {
-    1: "dispatch",
+PRODUCTS = {
     2: "gate_up",
     4: "down",
-    8: "combine",
-    WAIT | 2: "wait for gate_up",
-    WAIT | 4: "wait for down",
+    32: "dgrad_down",
+    64: "dgrad_gate_up",
+    128: "wgrad_down",
+    256: "wgrad_gate_up",
 }
+KINDS = {
+    1: "dispatch",
+    8: "combine",
+    **PRODUCTS,
+    **{WAIT | part: f"wait for {name}" for part, name in PRODUCTS.items()},
+}
+# The forward and the backward are never in one picture.
 COLOURS = {
     "dispatch": "#2a9d8f",
+    "combine": "#e9c46a",
     "gate_up": "#355070",
     "down": "#8d99ae",
-    "combine": "#e9c46a",
+    "dgrad_down": "#355070",
+    "dgrad_gate_up": "#8d99ae",
+    "wgrad_down": "#6d597a",
+    "wgrad_gate_up": "#b5a2c8",
     "wait for gate_up": "#d1495b",
     "wait for down": "#f08080",
+    "wait for dgrad_down": "#d1495b",
+    "wait for dgrad_gate_up": "#f08080",
+    "wait for wgrad_down": "#f4a261",
+    "wait for wgrad_gate_up": "#9d4edd",
 }
 # Panels of the picture: what the warps that multiply do, what the load warp waited for, what the
 # communication warps (and all warps at the end) do.
 PANELS = {
-    "products": ("gate_up", "down"),
-    "load waits": ("wait for gate_up", "wait for down"),
+    "products": tuple(PRODUCTS.values()),
+    "load waits": tuple(f"wait for {name}" for name in PRODUCTS.values()),
     "communication": ("dispatch", "combine"),
 }
 
@@ -47,7 +63,7 @@ class Trace:
 
 
 def decode(records: np.ndarray) -> Trace:
-    """A trace from the records of `_ffi.forward_call(..., trace=True)`, int32 [1 + capacity, 4].
+    """A trace from the records of a call with trace=True, int32 [1 + capacity, 4].
 
     Raises:
       ValueError: when nothing was recorded, records did not fit, or a kind is unknown.
@@ -106,6 +122,7 @@ def draw(path: pathlib.Path, trace: Trace, title: str) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
+    shown = [name for name in COLOURS if (trace.kind == name).any()]
     row = np.unique(trace.multiprocessor, return_inverse=True)[1]
     figure, axes = plt.subplots(
         len(PANELS), sharex=True, figsize=(14, 2 + 0.075 * int(row.max() + 1)), layout="constrained"
@@ -126,9 +143,9 @@ def draw(path: pathlib.Path, trace: Trace, title: str) -> None:
     axes[0].set_title(title)
     axes[-1].set_xlabel("us since the first record")
     figure.legend(
-        handles=[Patch(color=colour, label=name) for name, colour in COLOURS.items()],
+        handles=[Patch(color=COLOURS[name], label=name) for name in shown],
         loc="outside lower center",
-        ncols=len(COLOURS),
+        ncols=len(shown),
         frameon=False,
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,13 +17,15 @@ import numpy as np
 from jax_megamoe.config import WAIT_DEADLINE_S, Dims, MegaMoEConfig
 from jax_megamoe.memory import (
     ArraySize,
+    backward_results,
+    check_backward_fits,
     check_fits,
     forward_results,
     gate_up_result,
     plan_results,
     trace_result,
 )
-from jax_megamoe.plan import Plan, Step, forward_steps
+from jax_megamoe.plan import Plan, Step, backward_steps, forward_steps
 
 PLAN = "jax_megamoe_plan"
 FORWARD = "jax_megamoe_forward"
@@ -31,9 +33,12 @@ BACKWARD = "jax_megamoe_backward"
 
 AxisName = str | tuple[str, ...] | None
 
-# Parts of the forward, as in cuda/shared/forward.h: dispatch, gate_up, down, combine.
+# The parts of each launch, as in cuda/shared/part.h. Forward: dispatch, gate_up, down, combine.
 FUSED = (1 | 2 | 4 | 8,)
 UNFUSED = (1, 2, 4, 8)
+# Backward: dispatch, dgrad_down, dgrad_gate_up, combine, wgrad_down, wgrad_gate_up.
+BACKWARD_FUSED = (1 | 32 | 64 | 8 | 128 | 256,)
+BACKWARD_UNFUSED = (1, 32, 64, 8, 128, 256)
 
 
 @functools.cache
@@ -117,7 +122,7 @@ def forward_call(
     Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight to float32.
       axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
       keep_gate_up: also returns what the backward then needs not compute again.
-      launches: the parts that each launch of the kernel does, see cuda/shared/forward.h; UNFUSED
+      launches: the parts that each launch of the kernel does, see cuda/shared/part.h; UNFUSED
         does the same work one part at a time.
       deadline_s: how long a wait inside the kernel may last; then the kernel ends, and the next
         call on the device raises.
@@ -138,18 +143,13 @@ def forward_call(
     if keep_gate_up:
         results.append(gate_up_result(dims))
     if trace:
-        results.append(trace_result(dims))
+        results.append(trace_result(dims, forward_steps(dims)))
     call = jax.ffi.ffi_call(FORWARD, _results(x, results))
-    attributes = _attributes(dims, config, axis_name)
     operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     y, counts, *rest = call(
         *operands,
-        steps=_step_fields(forward_steps(dims)),
-        num_blocks=np.int64(dims.num_blocks),
-        launches=np.array(launches, np.int64),
-        deadline_ns=np.int64(deadline_s * 1e9),
-        keep_gate_up=np.int64(keep_gate_up),
-        **attributes,
+        **_attributes(dims, config, axis_name),
+        **_work(dims, forward_steps(dims), keep_gate_up, launches, deadline_s),
     )
     # One source needs no sum, which would be a kernel of its own.
     counts = counts[0] if dims.R == 1 else counts.sum(axis=0, dtype=jnp.int32)
@@ -169,31 +169,62 @@ def backward_call(
     config: MegaMoEConfig,
     axis_name: AxisName,
     gate_up: jax.Array | None = None,
+    launches: Sequence[int] = BACKWARD_FUSED,
+    deadline_s: float = WAIT_DEADLINE_S,
+    trace: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """The backward custom call of one rank; operands as for `forward_call`, dy [T, H].
+    """The backward custom call of one rank; operands and options as for `forward_call`, dy [T, H].
 
     gate_up: what `forward_call` kept of the same arrays, the last operand; None: the kernel
     computes g and u again.
 
     Returns:
-      dx [T, H] in the dtype of x, dw float32 [T, K] and, with config.trainable_experts, the float32
-      gradients of w_gate, w_up and w_down.
+      dx [T, H] in the dtype of x, dw float32 [T, K] and, with config.trainable_experts, the
+      gradients of w_gate, w_up and w_down in the dtype of w_gate, rounded once from float32 sums;
+      with trace also the TraceRecords.
+
+    Raises:
+      MemoryError, ValueError: as `memory.check_fits`.
     """
     register()
-    experts = dims.experts_per_rank
-    results = [
-        _result(x, (dims.T, dims.H), jnp.bfloat16),
-        _result(x, (dims.T, dims.K), jnp.float32),
-    ]
-    if config.trainable_experts:
-        wide, narrow = (experts, dims.H, dims.I), (experts, dims.I, dims.H)
-        results += [_result(x, shape, jnp.float32) for shape in (wide, wide, narrow)]
-    call = jax.ffi.ffi_call(BACKWARD, results)
-    attributes = _attributes(dims, config, axis_name)
+    steps = backward_steps(dims, trainable_experts=config.trainable_experts)
+    dtype = w_gate.dtype if config.trainable_experts else None
+    check_backward_fits(dims, dtype)
+    results = backward_results(dims, dtype)
+    if trace:
+        results.append(trace_result(dims, steps))
+    call = jax.ffi.ffi_call(BACKWARD, _results(x, results))
     operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     kept = () if gate_up is None else (gate_up,)
-    dx, *rest = call(jnp.asarray(dy, jnp.bfloat16), *operands, *kept, **attributes)
-    return dx.astype(x.dtype), *rest
+    dx, *rest = call(
+        jnp.asarray(dy, jnp.bfloat16),
+        *operands,
+        *kept,
+        **_attributes(dims, config, axis_name),
+        **_work(dims, steps, gate_up is not None, launches, deadline_s),
+    )
+    gradients = rest[: 4 if config.trainable_experts else 1]
+    return dx.astype(x.dtype), *gradients, *(rest[-1:] if trace else ())
+
+
+def _work(
+    dims: Dims,
+    steps: Sequence[Step],
+    keep_gate_up: bool,
+    launches: Sequence[int],
+    deadline_s: float,
+) -> dict[str, object]:
+    """The attributes that say what the kernel of a pass does.
+
+    keep_gate_up: the forward returns g and u, and the backward takes them.
+    """
+    return {
+        "steps": _step_fields(steps),
+        "num_blocks": np.int64(dims.num_blocks),
+        "keep_gate_up": np.int64(keep_gate_up),
+        "launches": np.array(launches, np.int64),
+        "deadline_ns": np.int64(deadline_s * 1e9),
+    }
 
 
 def _operands(

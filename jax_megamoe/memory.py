@@ -1,4 +1,4 @@
-"""The arrays of one call of the CUDA forward: the one source of their shapes, and of their bytes.
+"""The arrays of a call of the CUDA kernels: the one source of their shapes, and of their bytes.
 
 Sizes are Python integers, so nothing wraps before it is compared with what 64 bits hold.
 """
@@ -15,8 +15,10 @@ import numpy as np
 
 from jax_megamoe.config import INT32_MAX, KERNEL_MULTIPLE, TILE_ROWS, Dims
 from jax_megamoe.plan import (
+    GATE_UP_COLS,
     Plan,
     Step,
+    backward_steps,
     ceil_div,
     forward_steps,
     plan_chunks,
@@ -106,11 +108,7 @@ def _memory_plan(dims: Dims) -> MemoryPlan:
         h_bytes=h.num_bytes,
         counters_bytes=counters.num_bytes,
     )
-    if memory.total_bytes > INT64_MAX:
-        raise ValueError(
-            f"the forward of {dims} needs {memory.total_bytes} bytes, more than the {INT64_MAX} "
-            f"that 64 bits hold; {_largest(dims)}"
-        )
+    _check_countable("forward", dims, forward_operands(dims) + forward_results(dims))
     return memory
 
 
@@ -148,12 +146,54 @@ def gate_up_result(dims: Dims) -> ArraySize:
     return ArraySize("gate_up", (dims.pool_rows, 2 * dims.I), _BF16)
 
 
-def trace_result(dims: Dims) -> ArraySize:
+def backward_operands(dims: Dims) -> list[ArraySize]:
+    """The operands of the backward custom call, in their order."""
+    return [ArraySize("dy", (dims.T, dims.H), _BF16), *forward_operands(dims)]
+
+
+def backward_results(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> list[ArraySize]:
+    """The results of the backward custom call, in their order; all but gradients are workspace.
+
+    Args:
+      weight_gradients: the dtype of the weights' gradients; None for a call without them.
+
+    Raises ValueError as `plan.plan_sizes`.
+    """
+    trainable = weight_gradients is not None
+    steps = backward_steps(dims, trainable_experts=trainable)
+    rows = dims.pool_rows
+    return [
+        *_gradients(dims, weight_gradients),
+        *plan_results(dims, steps),
+        ArraySize("x_pool", (rows, dims.H), _BF16),
+        ArraySize("dy_pool", (rows, dims.H), _BF16),
+        ArraySize("dg", (rows, dims.I), _BF16),
+        ArraySize("du", (rows, dims.I), _BF16),
+        ArraySize("wh", (rows, dims.I), _BF16),
+        ArraySize("dx_pool", (rows, dims.H), _BF16),
+        ArraySize("dw_partial", (rows, ceil_div(dims.I, GATE_UP_COLS)), _F32),
+        ArraySize("counters", (_num_counters(rows) + dims.experts_per_rank,), _I32),
+    ]
+
+
+def _gradients(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> list[ArraySize]:
+    gradients = [
+        ArraySize("dx", (dims.T, dims.H), _BF16),
+        ArraySize("dw", (dims.T, dims.K), _F32),
+    ]
+    if weight_gradients is None:
+        return gradients
+    weights = [a for a in forward_operands(dims) if a.name in ("w_gate", "w_up", "w_down")]
+    dtype = np.dtype(weight_gradients)
+    return gradients + [ArraySize(f"d{w.name}", w.shape, dtype) for w in weights]
+
+
+def trace_result(dims: Dims, steps: Sequence[Step]) -> ArraySize:
     """The records of a traced call: a header, four an item, one a pool row, one a piece of a sum.
 
     More than the roles write: they move and sum several rows at a time.
     """
-    sizes = plan_sizes(dims, forward_steps(dims))
+    sizes = plan_sizes(dims, steps)
     records = 4 * sizes.items + sizes.pool_rows + dims.T * dims.K * ceil_div(dims.H, 256)
     return ArraySize("trace", (1 + records, 4), _I32)
 
@@ -167,7 +207,10 @@ def plan_results(dims: Dims, steps: Sequence[Step]) -> list[ArraySize]:
 
 
 def _num_counters(pool_rows: int) -> int:
-    """As NumForwardCounters of cuda/host/forward.cc: 3 claims in 32 words each, 3 flags a tile."""
+    """As NumCounters of cuda/host/layer.cc: 3 claims in 32 words each, 3 flags a tile.
+
+    The backward has one more an expert.
+    """
     return 3 * 32 + 3 * (pool_rows // TILE_ROWS)
 
 
@@ -182,19 +225,42 @@ def check_fits(dims: Dims) -> None:
       MemoryError: with the bytes needed, the bytes JAX has and has free, and how to give it more.
       ValueError: as `memory_plan`.
     """
-    memory = _memory_plan(dims)
+    workspace_bytes = _memory_plan(dims).workspace_bytes
+    _check_device("forward", dims, forward_operands(dims) + forward_results(dims), workspace_bytes)
+
+
+def check_backward_fits(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> None:
+    """As `check_fits`, of a backward; weight_gradients as for `backward_results`."""
+    results = backward_results(dims, weight_gradients)
+    arrays = backward_operands(dims) + results
+    _check_countable("backward", dims, arrays)
+    workspace = results[len(_gradients(dims, weight_gradients)) :]
+    _check_device("backward", dims, arrays, _sum_bytes(workspace))
+
+
+def _check_countable(name: str, dims: Dims, arrays: Sequence[ArraySize]) -> None:
+    total_bytes = _sum_bytes(arrays)
+    if total_bytes > INT64_MAX:
+        raise ValueError(
+            f"the {name} of {dims} needs {total_bytes} bytes, more than the {INT64_MAX} "
+            f"that 64 bits hold; {_largest(arrays)}"
+        )
+
+
+def _check_device(name: str, dims: Dims, arrays: Sequence[ArraySize], workspace_bytes: int) -> None:
     limits = [stats for stats in _cuda_memory_stats() if "bytes_limit" in stats]
     if not limits:
         return
     stats = max(limits, key=lambda s: s["bytes_limit"])
     limit = stats["bytes_limit"]
-    if memory.total_bytes > limit:
+    total_bytes = _sum_bytes(arrays)
+    if total_bytes > limit:
         fraction = next(filter(None, map(os.environ.get, FRACTIONS)), "0.75, the default")
         raise MemoryError(
-            f"jax_megamoe: the forward of {dims} needs {memory.total_bytes} bytes of device "
-            f"memory at once ({memory.workspace_bytes} of workspace); JAX may take {limit} bytes "
+            f"jax_megamoe: the {name} of {dims} needs {total_bytes} bytes of device "
+            f"memory at once ({workspace_bytes} of workspace); JAX may take {limit} bytes "
             f"of a device, of which {limit - stats['bytes_in_use']} are free now; "
-            f"{_largest(dims)}. Split the batch, or raise {' or '.join(FRACTIONS)} "
+            f"{_largest(arrays)}. Split the batch, or raise {' or '.join(FRACTIONS)} "
             f"(now {fraction})"
         )
 
@@ -212,6 +278,6 @@ def _sum_bytes(arrays: Sequence[ArraySize]) -> int:
     return sum(array.num_bytes for array in arrays)
 
 
-def _largest(dims: Dims) -> str:
-    array = max(forward_operands(dims) + forward_results(dims), key=lambda a: a.num_bytes)
+def _largest(arrays: Sequence[ArraySize]) -> str:
+    array = max(arrays, key=lambda a: a.num_bytes)
     return f"the largest array is {array.name} {list(array.shape)} of {array.num_bytes} bytes"

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "ffi/arguments.h"
+#include "ffi/backward.h"
 #include "ffi/common.h"
 #include "ffi/forward.h"
 #include "plan/plan.h"
@@ -27,13 +28,6 @@ ffi::Error ExecutePlan(cudaStream_t stream, ExpertIdx expert_idx, ffi::Remaining
   return FromCuda(plan::Launch(stream, *problem, expert_idx.typed_data(), *arrays, {}));
 }
 
-// Before anything is launched, on every rank alike: no peer is left waiting.
-ffi::Error Refuse() {
-  return MakeError(ffi::ErrorCode::kUnimplemented,
-                   "this version has no backward kernel yet; call with "
-                   "backend=\"reference\" or backend=\"auto\"");
-}
-
 XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -42,8 +36,6 @@ XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,
                            .Attr<int64_t>("experts")
                            .Attr<int64_t>("rank")
                            .Attr<ffi::Span<const int64_t>>("steps"));
-XLA_FFI_DEFINE_HANDLER(kRefusePrepare, Refuse, ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>());
-XLA_FFI_DEFINE_HANDLER(kRefuseExecute, Refuse, ffi::Ffi::Bind());
 
 }  // namespace
 
@@ -54,9 +46,9 @@ std::vector<Registration> LayerRegistrations() {
       {"jax_megamoe_forward", "prepare", PrepareForward},
       {"jax_megamoe_forward", "initialize", kInitialize},
       {"jax_megamoe_forward", "execute", ExecuteForward},
-      {"jax_megamoe_backward", "prepare", kRefusePrepare},
+      {"jax_megamoe_backward", "prepare", PrepareBackward},
       {"jax_megamoe_backward", "initialize", kInitialize},
-      {"jax_megamoe_backward", "execute", kRefuseExecute},
+      {"jax_megamoe_backward", "execute", ExecuteBackward},
   };
 }
 

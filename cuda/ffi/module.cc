@@ -9,7 +9,9 @@
 #include "comm/hold.h"
 #include "ffi/handlers.h"
 #include "host/fault.h"
+#include "kernel/backward.h"
 #include "kernel/forward.h"
+#include "pipeline/delay_sites.h"
 
 namespace nb = nanobind;
 
@@ -42,11 +44,15 @@ int Release() {
 }
 
 #ifdef MEGAMOE_DELAYS
-void SetDelaySeed(uint32_t seed) { RaiseIfFailed(megamoe::SetDelaySeed(seed)); }
+void SetDelaySeed(uint32_t seed) {
+  RaiseIfFailed(megamoe::SetForwardDelays(seed));
+  RaiseIfFailed(megamoe::SetBackwardDelays(seed));
+}
 
 std::vector<uint32_t> CountDelays() {
-  std::vector<uint32_t> delays;
-  RaiseIfFailed(megamoe::CountDelays(&delays));
+  std::vector<uint32_t> delays(megamoe::kNumDelaySites);
+  RaiseIfFailed(megamoe::AddForwardDelays(delays.data()));
+  RaiseIfFailed(megamoe::AddBackwardDelays(delays.data()));
   return delays;
 }
 #endif

@@ -7,6 +7,7 @@
 
 #include "comm/wait_probe.h"
 #include "host/fault.h"
+#include "kernel/backward.h"
 #include "kernel/forward.h"
 #include "plan/plan.h"
 #include "shared/cuda_status.h"
@@ -50,7 +51,7 @@ std::string PrepareDevice(int device) {
            "; the kernels run on 9.0 (H100, H200, GH200) only; use backend=\"reference\"";
   }
   for (const CudaStatus& status :
-       {plan::Load(), LoadForward(), LoadWaitProbe(), OpenFaultChannel(device)}) {
+       {plan::Load(), LoadForward(), LoadBackward(), LoadWaitProbe(), OpenFaultChannel(device)}) {
     if (!status.ok()) return status.text();
   }
   ready->insert(device);

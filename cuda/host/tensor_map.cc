@@ -2,8 +2,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
-
 namespace megamoe {
 namespace {
 
@@ -26,40 +24,61 @@ CudaStatus FindEncode(EncodeTiled* encode) {
 }
 
 template <int kRank>
-CudaStatus Encode(void* data, const cuuint64_t (&dims)[kRank],
+CudaStatus Encode(const Matrix& m, const cuuint64_t (&dims)[kRank],
                   const cuuint64_t (&strides_bytes)[kRank - 1], const cuuint32_t (&box)[kRank],
                   CUtensorMap* map) {
   EncodeTiled encode = nullptr;
   if (CudaStatus status = FindEncode(&encode); !status.ok()) return status;
   const cuuint32_t steps[] = {1, 1, 1};
+  const CUtensorMapDataType type = m.element == Element::kF32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                                              : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, data, dims, strides_bytes, box, steps,
+      encode(map, type, kRank, m.data, dims, strides_bytes, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? CudaStatus{}
                                 : CudaStatus{cudaErrorInvalidValue, "cuTensorMapEncodeTiled"};
 }
 
-constexpr cuuint64_t kElementBytes = 2;
-constexpr cuuint32_t kBoxColumns = 64;
+constexpr cuuint64_t kBoxRowBytes = 128;
 
-cuuint64_t RowBytes(const Matrix& m) { return m.columns * kElementBytes; }
+cuuint64_t ElementBytes(const Matrix& m) { return m.element == Element::kF32 ? 4 : 2; }
+cuuint64_t RowBytes(const Matrix& m) { return m.columns * ElementBytes(m); }
+cuuint32_t BoxColumns(const Matrix& m) {
+  return static_cast<cuuint32_t>(kBoxRowBytes / ElementBytes(m));
+}
 
 }  // namespace
 
 CudaStatus RowsMap(const Matrix& m, int box_rows, CUtensorMap* map) {
   const cuuint64_t dims[] = {static_cast<cuuint64_t>(m.columns), static_cast<cuuint64_t>(m.rows)};
   const cuuint64_t strides_bytes[] = {RowBytes(m)};
-  const cuuint32_t box[] = {kBoxColumns, static_cast<cuuint32_t>(box_rows)};
-  return Encode<2>(m.data, dims, strides_bytes, box, map);
+  const cuuint32_t box[] = {BoxColumns(m), static_cast<cuuint32_t>(box_rows)};
+  return Encode<2>(m, dims, strides_bytes, box, map);
+}
+
+CudaStatus StackedRowsMap(const Matrix& m, int64_t num_matrices, int box_rows, CUtensorMap* map) {
+  const cuuint64_t dims[] = {static_cast<cuuint64_t>(m.columns), static_cast<cuuint64_t>(m.rows),
+                             static_cast<cuuint64_t>(num_matrices)};
+  const cuuint64_t strides_bytes[] = {RowBytes(m), m.rows * RowBytes(m)};
+  const cuuint32_t box[] = {BoxColumns(m), static_cast<cuuint32_t>(box_rows), 1};
+  return Encode<3>(m, dims, strides_bytes, box, map);
 }
 
 CudaStatus ChunksMap(const Matrix& m, int chunks, CUtensorMap* map) {
-  const cuuint64_t num_chunks = m.columns / kBoxColumns;
-  const cuuint64_t dims[] = {kBoxColumns, static_cast<cuuint64_t>(m.rows), num_chunks};
-  const cuuint64_t strides_bytes[] = {RowBytes(m), kBoxColumns * kElementBytes};
-  const cuuint32_t box[] = {kBoxColumns, 64, static_cast<cuuint32_t>(chunks)};
-  return Encode<3>(m.data, dims, strides_bytes, box, map);
+  const cuuint32_t columns = BoxColumns(m);
+  const cuuint64_t num_chunks = m.columns / columns;
+  const cuuint64_t dims[] = {columns, static_cast<cuuint64_t>(m.rows), num_chunks};
+  const cuuint64_t strides_bytes[] = {RowBytes(m), kBoxRowBytes};
+  const cuuint32_t box[] = {columns, 64, static_cast<cuuint32_t>(chunks)};
+  return Encode<3>(m, dims, strides_bytes, box, map);
+}
+
+CudaStatus FirstFailure(std::initializer_list<CudaStatus> results) {
+  for (const CudaStatus& result : results) {
+    if (!result.ok()) return result;
+  }
+  return {};
 }
 
 }  // namespace megamoe

@@ -4,7 +4,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <vector>
 
 #include "shared/cuda_status.h"
 #include "shared/forward.h"
@@ -22,9 +21,9 @@ CudaStatus LaunchForward(cudaStream_t stream, int num_multiprocessors, const For
 
 #ifdef MEGAMOE_DELAYS
 // Waits for the current device and sets the seed of the delays of later calls, 0 for none.
-CudaStatus SetDelaySeed(uint32_t seed);
-// The long delays at each site (pipeline/delay.cuh) since the seed was set.
-CudaStatus CountDelays(std::vector<uint32_t>* delays);
+CudaStatus SetForwardDelays(uint32_t seed);
+// Adds the long delays since then to those at each site, kNumDelaySites (pipeline/delay.cuh).
+CudaStatus AddForwardDelays(uint32_t* delays);
 #endif
 
 }  // namespace megamoe

@@ -2,49 +2,25 @@
 #pragma once
 
 #include "comm/wait.cuh"
-#include "pipeline/shared_memory.cuh"
-#include "ptx/math.cuh"
-#include "ptx/tma.cuh"
+#include "kernel/steps.cuh"
+#include "ptx/activation.cuh"
 #include "shared/forward.h"
 
 namespace megamoe {
 
-// One box into a stage of this block, or of both blocks of the pair.
-template <bool kForBoth, typename... Coordinates>
-__device__ __forceinline__ void LoadBox(uint32_t stage, const CUtensorMap& map, uint32_t barrier,
-                                        uint64_t policy, Coordinates... at) {
-  if constexpr (kForBoth) {
-    ptx::TmaMulticast(stage, map, barrier, at..., policy, kBothBlocks);
-  } else {
-    ptx::TmaLoad(stage, map, barrier, at..., policy);
+// x [Wg | Wu].
+struct GateUpProduct : TokenProduct<> {
+  static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p, const TileItem&) {
+    return p.H / kBlockK;
   }
-}
-
-// h = silu(x Wg) * (x Wu): 128 rows x (128 gate + the same 128 up) columns.
-struct GateUpStep {
-  static constexpr int kStep = 0;
-  static constexpr Part kPart = kGateUp;
-  static constexpr int kOutChunks = kGateUpColumns / 64;
-
-  static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) { return p.H / kBlockK; }
-  static __device__ __forceinline__ int NumColumnTiles(const ForwardParams& p) {
-    return p.num_gate_up_tiles();
-  }
-  // All rows of the tile, pads included.
-  static __device__ __forceinline__ Flag Input(const ForwardParams& p, int tile) {
-    return {p.counters.x_ready + tile, kTileRows, Phase::kDispatch};
-  }
-  static __device__ __forceinline__ uint32_t* Done(const ForwardParams& p, int tile) {
-    return p.counters.h_done + tile;
-  }
-
-  // 64 rows of A from `row` on.
   template <bool kForBoth>
-  static __device__ __forceinline__ void LoadRows(const ForwardMaps& maps, int row, int k,
+  static __device__ __forceinline__ void LoadRows(const ForwardMaps& maps, const ForwardParams&,
+                                                  const TileItem& item, int half, int k,
                                                   uint32_t to, uint32_t barrier) {
-    LoadBox<kForBoth>(to, maps.pool, barrier, ptx::kEvictNormal, k * kBlockK, row);
+    LoadBox<kForBoth>(to, maps.pool, barrier, ptx::kEvictNormal, k * kBlockK,
+                      item.row + half * kConsumerRows);
   }
-  // Half of B: 128 columns of gate, or those of up.
+  // 128 columns of gate, or those of up.
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const ForwardMaps& maps,
                                                      const ForwardParams& p, const TileItem& item,
@@ -54,42 +30,57 @@ struct GateUpStep {
     LoadBox<kForBoth>(to, map, barrier, ptx::kEvictLast, 0, item.expert * p.H + k * kBlockK,
                       item.n * 2);
   }
+};
 
-  // Columns 2 j and 2 j + 1 of the thread's share of the result, packed.
-  static __device__ __forceinline__ uint32_t Finish(const float (&acc)[128], int j) {
-    return ptx::PackBf16(ptx::Silu(acc[2 * j]) * acc[64 + 2 * j],
-                         ptx::Silu(acc[2 * j + 1]) * acc[65 + 2 * j]);
+// h = silu(x Wg) * (x Wu): 128 rows x (128 gate + the same 128 up) columns.
+struct GateUpStep : TokenStep {
+  using Products = ProductList<GateUpProduct>;
+  static constexpr int kStep = 0;
+  static constexpr Part kPart = kGateUp;
+  static constexpr int kOutChunks = kGateUpColumns / 64;
+
+  static __device__ __forceinline__ int NumColumnTiles(const ForwardParams& p) {
+    return NumGateUpTiles(p);
   }
-  static __device__ __forceinline__ void StoreChunk(const ForwardMaps& maps, const TileItem& item,
-                                                    int consumer, int chunk, uint32_t staging) {
+  // All rows of the tile, pads included.
+  static __device__ __forceinline__ Flag Input(const ForwardParams& p, const TileItem& item) {
+    return {p.counters.x_ready + item.row / kTileRows, kTileRows, Phase::kDispatch};
+  }
+  static __device__ __forceinline__ void Publish(const ForwardParams& p, const TileItem& item) {
+    ptx::AddRelease(p.h_done + item.row / kTileRows, 1);
+  }
+
+  // Sixteen columns of a chunk.
+  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
+                                                    int chunk, int c) {
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int j = 32 * chunk + 8 * c + 2 * i;
+      packed[i] =
+          ptx::PackBf16(ptx::Silu(acc[j]) * acc[64 + j], ptx::Silu(acc[j + 1]) * acc[65 + j]);
+    }
+    staging.Put(chunk, c, packed);
+  }
+  static __device__ __forceinline__ void StoreChunk(const ForwardMaps& maps, const ForwardParams&,
+                                                    const TileItem& item, int consumer, int chunk,
+                                                    uint32_t staging) {
     ptx::TmaStore(maps.h, staging, item.n * kGateUpColumns + chunk * 64,
                   item.row + consumer * kConsumerRows);
   }
 };
 
-// o = h Wd: 128 rows x 256 columns.
-struct DownStep {
-  static constexpr int kStep = 1;
-  static constexpr Part kPart = kDown;
-  static constexpr int kOutChunks = kDownColumns / 64;
-
-  static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p) { return p.I / kBlockK; }
-  static __device__ __forceinline__ int NumColumnTiles(const ForwardParams& p) {
-    return p.num_down_tiles();
+// h Wd.
+struct DownProduct : TokenProduct<> {
+  static __device__ __forceinline__ int NumKBlocks(const ForwardParams& p, const TileItem&) {
+    return p.I / kBlockK;
   }
-  // All columns of the tile's h.
-  static __device__ __forceinline__ Flag Input(const ForwardParams& p, int tile) {
-    return {p.counters.h_done + tile, static_cast<uint32_t>(GateUpStep::NumColumnTiles(p)),
-            Phase::kGateUp};
-  }
-  static __device__ __forceinline__ uint32_t* Done(const ForwardParams& p, int tile) {
-    return p.counters.o_done + tile;
-  }
-
   template <bool kForBoth>
-  static __device__ __forceinline__ void LoadRows(const ForwardMaps& maps, int row, int k,
+  static __device__ __forceinline__ void LoadRows(const ForwardMaps& maps, const ForwardParams&,
+                                                  const TileItem& item, int half, int k,
                                                   uint32_t to, uint32_t barrier) {
-    LoadBox<kForBoth>(to, maps.h, barrier, ptx::kEvictNormal, k * kBlockK, row);
+    LoadBox<kForBoth>(to, maps.h, barrier, ptx::kEvictNormal, k * kBlockK,
+                      item.row + half * kConsumerRows);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const ForwardMaps& maps,
@@ -99,12 +90,34 @@ struct DownStep {
     LoadBox<kForBoth>(to, maps.w_down, barrier, ptx::kEvictLast, 0, item.expert * p.I + k * kBlockK,
                       item.n * 4 + half * 2);
   }
+};
 
-  static __device__ __forceinline__ uint32_t Finish(const float (&acc)[128], int j) {
-    return ptx::PackBf16(acc[2 * j], acc[2 * j + 1]);
+// o = h Wd: 128 rows x 256 columns.
+struct DownStep : TokenStep {
+  using Products = ProductList<DownProduct>;
+  static constexpr int kStep = 1;
+  static constexpr Part kPart = kDown;
+  static constexpr int kOutChunks = kDownColumns / 64;
+
+  static __device__ __forceinline__ int NumColumnTiles(const ForwardParams& p) {
+    return NumDownTiles(p);
   }
-  static __device__ __forceinline__ void StoreChunk(const ForwardMaps& maps, const TileItem& item,
-                                                    int consumer, int chunk, uint32_t staging) {
+  // All columns of the tile's h.
+  static __device__ __forceinline__ Flag Input(const ForwardParams& p, const TileItem& item) {
+    return {p.h_done + item.row / kTileRows, static_cast<uint32_t>(NumGateUpTiles(p)),
+            Phase::kGateUp};
+  }
+  static __device__ __forceinline__ void Publish(const ForwardParams& p, const TileItem& item) {
+    ptx::AddRelease(p.o_done + item.row / kTileRows, 1);
+  }
+
+  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
+                                                    int chunk, int c) {
+    PutRounded(staging, acc, chunk, c);
+  }
+  static __device__ __forceinline__ void StoreChunk(const ForwardMaps& maps, const ForwardParams&,
+                                                    const TileItem& item, int consumer, int chunk,
+                                                    uint32_t staging) {
     ptx::TmaStore(maps.pool, staging, item.n * kDownColumns + chunk * 64,
                   item.row + consumer * kConsumerRows);
   }
@@ -115,6 +128,14 @@ struct ForwardSteps {
   using Params = ForwardParams;
   using Maps = ForwardMaps;
 
+  static constexpr uint32_t kProductParts = kGateUp | kDown;
+  // Registers of a thread: the first warpgroup gives some to the two that multiply.
+  static constexpr int kServiceRegisters = 120;
+  static constexpr int kMultiplyRegisters = 192;
+  // All products have one shape, and their accumulators stay in place from item to item. That saves
+  // the instructions that clear them.
+  static constexpr bool kKeepsAccumulators = true;
+
   // Calls f.template operator()<Step>() for the step with the given number.
   template <typename F>
   static __device__ __forceinline__ void With(int step, F&& f) {
@@ -124,6 +145,26 @@ struct ForwardSteps {
       f.template operator()<DownStep>();
     }
   }
+
+  // ---- dispatch: x to the pool. Pads stay as they are, since a row of h and o depends on its own
+  // row only ----
+
+  static constexpr int kDispatched = 1;
+  static constexpr bool kZeroPads = false;
+  static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int) { return p.x; }
+  static __device__ __forceinline__ uint4* DispatchTo(const Params& p, int) { return p.pool; }
+
+  // ---- combine: the weighted sum of o ----
+
+  static __device__ __forceinline__ Flag RowsDone(const Params& p, int tile) {
+    return {p.o_done + tile, static_cast<uint32_t>(NumDownTiles(p)), Phase::kDown};
+  }
+  static __device__ __forceinline__ const uint4* Rows(const Params& p) { return p.pool; }
+  static __device__ __forceinline__ uint4* Sums(const Params& p) { return p.y; }
+  static __device__ __forceinline__ float Weight(const Params& p, int slot) {
+    return p.expert_weight[slot];
+  }
+  static __device__ __forceinline__ void FinishRoute(const Params&, int, int) {}
 };
 
 }  // namespace megamoe

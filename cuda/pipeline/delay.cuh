@@ -10,10 +10,9 @@
 
 #include <cstdint>
 
-namespace megamoe {
+#include "pipeline/delay_sites.h"
 
-enum class DelaySite : uint32_t { kLoad, kStore, kDispatch, kMultiply, kCombine };
-constexpr int kNumDelaySites = 5;
+namespace megamoe {
 
 #ifdef MEGAMOE_DELAYS
 

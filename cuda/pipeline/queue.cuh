@@ -29,34 +29,35 @@ class ItemQueue {
   __device__ __forceinline__ PairItem Next() {
     for (;;) {
       const uint32_t claim = __shfl_sync(kAllLanes, claim_, 0);
-      if (claim / kWaveItems >= num_waves_) return {kNoMoreItems, 0, {0, 0}, 0, 0, 0};
+      if (claim / kWaveItems >= num_waves_) return {kNoMoreItems, 0, 0, 0, 0, 0};
       Claim();
       const Wave wave = p_.plan.waves[claim / kWaveItems];
       const int i = wave.first + claim % kWaveItems;
       if (i >= wave.end) continue;
       const Item item = p_.plan.items[i];
-      uint32_t part = 0;
-      int tiles_n = 0;
+      bool is_mine = false;
+      PairItem pair = {};
       Steps::With(item.step(), [&]<typename Step>() {
-        part = Step::kPart;
-        tiles_n = Step::NumColumnTiles(p_);
+        is_mine = p_.parts & Step::kPart;
+        if (is_mine) pair = PairOf<Step>(item);
       });
-      if (p_.parts & part) return PairOf(item, tiles_n);
+      if (is_mine) return pair;
     }
   }
 
  private:
-  __device__ __forceinline__ PairItem PairOf(const Item& item, int tiles_n) const {
+  template <typename Step>
+  __device__ __forceinline__ PairItem PairOf(const Item& item) const {
     const int row = item.m * kTileRows;
-    const bool is_wide = item.wide();
-    const int8_t first = NumConsumers(row);
-    const int8_t beside = item.n + 1 < tiles_n ? first : 0;
-    const int8_t second = is_wide ? beside : NumConsumers(row + kTileRows);
-    return {static_cast<int8_t>(item.step()), is_wide, {first, second}, item.expert, row, item.n};
-  }
-
-  __device__ __forceinline__ int8_t NumConsumers(int row) const {
-    return p_.plan.row_slot[row + kConsumerRows] >= 0 ? 2 : 1;
+    const int first = Step::NumConsumers(p_, row);
+    const int beside = item.n + 1 < Step::NumColumnTiles(p_) ? first : 0;
+    const int second = item.wide() ? beside : Step::NumConsumers(p_, row + kTileRows);
+    return {static_cast<int8_t>(item.step()),
+            PairItem::ShapeOf(item.wide(), first, second),
+            static_cast<int16_t>(item.expert),
+            Step::Depth(p_, item.expert),
+            row,
+            item.n};
   }
 
   const Params& p_;

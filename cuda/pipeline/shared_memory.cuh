@@ -8,7 +8,7 @@
 //   item_empty     all that read items, of both blocks, at the first block's: the slot is read
 //   staging_full   multiply (4: each warp of one consumer)  a chunk of the result is written
 //   staging_empty  store (1)                  the chunk has been read by its TMA store
-//   piece_full     dispatch (1, with the bytes)           the piece of x is there
+//   piece_full     dispatch (1, with the bytes)           the piece of a row is there
 //   batch_full     combine (1, with the bytes)            the rows of a batch are there
 //   products_end   multiply (8: each warp)    no product of the block is left to do
 #pragma once
@@ -68,13 +68,13 @@ __device__ __forceinline__ uint32_t BatchRowBytes(int num_rows) {
   return kBatchBytes / (num_rows <= 8 ? kMinBatchRows : num_rows <= 16 ? 16 : 32);
 }
 
-// Rows of x on their way to the pool, in the same buffers, before the sums.
+// Rows of x (or dy) on their way to the pool, in the same buffers, before the sums.
 constexpr int kPieceColumns = 2048;
 constexpr uint32_t kPieceBytes = kPieceColumns * 2;
 constexpr uint32_t kNumPieces = 6;
 constexpr uint32_t kPieceEnds = 16;
 struct PieceEnd {
-  int64_t to;  // first element of the pool
+  uint4* to;  // in a pool
   uint32_t bytes;
   int32_t tile;  // see roles/dispatch.cuh
 };
@@ -98,8 +98,7 @@ struct SharedMemory {
 static_assert(sizeof(SharedMemory) <= 232448, "a block has 227 KB");
 
 __device__ __forceinline__ SharedMemory& BlockMemory() {
-  extern __shared__ __align__(1024) uint8_t memory[];
-  return *reinterpret_cast<SharedMemory*>(memory);
+  return *static_cast<SharedMemory*>(ptx::DynamicSharedMemory());
 }
 
 // Initialises every barrier; one thread calls it, and the block synchronises afterwards.

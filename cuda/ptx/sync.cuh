@@ -16,6 +16,12 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// The shared memory that the launch gives the block.
+__device__ __forceinline__ void* DynamicSharedMemory() {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  return memory;
+}
+
 // ---- mbarriers in shared memory; `parity` is that of the phase waited for ----
 
 __device__ __forceinline__ void BarrierInit(uint32_t barrier, uint32_t arrivals) {
@@ -171,6 +177,12 @@ __device__ __forceinline__ uint4 LoadShared(uint32_t address) {
                : "r"(address)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ void StoreShared(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 
 // ---- warps ----

@@ -1,29 +1,11 @@
-// Warpgroup matrix products (wgmma) and the shared-memory layouts they read.
+// Warpgroup matrix products (wgmma).
 #pragma once
 
 #include <cstdint>
 
+#include "ptx/layout.cuh"
+
 namespace megamoe::ptx {
-
-// The order of an operand's elements in shared memory, in 128-byte swizzled atoms: K-major atoms
-// hold 64 k of a row, MN-major atoms 64 rows (or columns) of a k.
-enum class Major : int { kK = 0, kMN = 1 };
-
-// A chunk is what one TMA box of 64 x 64 bf16 fills.
-constexpr uint32_t kChunkBytes = 64 * 64 * 2;
-
-// Descriptor of an operand tile at `address`, in steps of 16 bytes. K-major: chunks follow each
-// other along the rows. MN-major: chunks of 64 columns x 64 k follow each other along the columns.
-template <Major kMajor>
-__device__ __forceinline__ uint64_t TileDescriptor(uint32_t address) {
-  constexpr uint64_t kLeading = (kMajor == Major::kK ? 16 : kChunkBytes) >> 4;
-  constexpr uint64_t kStride = 1024 >> 4;  // from 8 rows (or k) to the next 8
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  return (address & 0x3ffff) >> 4 | kLeading << 16 | kStride << 32 | kSwizzle128;
-}
-// Descriptor distance of 16 k.
-template <Major kMajor>
-constexpr uint64_t kDescriptor16K = (kMajor == Major::kK ? 32 : 2048) >> 4;
 
 __device__ __forceinline__ void WgmmaFence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -41,6 +23,12 @@ __device__ __forceinline__ void PinRegisters(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+// Makes the compiler finish these values here: it would otherwise keep what they are made of.
+template <int N>
+__device__ __forceinline__ void PinRegisters(uint32_t (&v)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(v[i]));
+}
 
 // Four 8 x 8 matrices of 16-bit elements, one row address a lane.
 __device__ __forceinline__ void StoreMatrix(uint32_t address, const uint32_t (&m)[4]) {
@@ -49,12 +37,16 @@ __device__ __forceinline__ void StoreMatrix(uint32_t address, const uint32_t (&m
                : "memory");
 }
 
+// Eight bytes, two float32.
+__device__ __forceinline__ void StoreShared(uint32_t address, float v0, float v1) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v0), "f"(v1) : "memory");
+}
+
 // d [64 x 256] = a [64 x 16] b [16 x 256] + (accumulate ? d : 0), bf16 in, float32 out.
 // In d, thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 (+ 8) and, for each group j
 // of 8 columns, columns 8 j + 2 (t % 4) (+ 1): d[4 j + 2 (row + 8?) + (column + 1?)].
 template <Major kMajorA, Major kMajorB>
-__device__ __forceinline__ void Wgmma64x256x16(uint64_t a, uint64_t b, float (&d)[128],
-                                               bool accumulate) {
+__device__ __forceinline__ void Wgmma(uint64_t a, uint64_t b, float (&d)[128], bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -89,6 +81,34 @@ __device__ __forceinline__ void Wgmma64x256x16(uint64_t a, uint64_t b, float (&d
         "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
         "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorA)),
+        "n"(static_cast<int>(kMajorB)));
+}
+
+// The same with half the columns: d [64 x 128] += a [64 x 16] b [16 x 128].
+template <Major kMajorA, Major kMajorB>
+__device__ __forceinline__ void Wgmma(uint64_t a, uint64_t b, float (&d)[64], bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.b32 accumulate, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+      "}, %64, %65, accumulate, 1, 1, %67, %68;\n"
+      "}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorA)),
         "n"(static_cast<int>(kMajorB)));
 }

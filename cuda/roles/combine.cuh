@@ -1,9 +1,9 @@
 // Combine: sums each token's rows by the contract's tree.
 //
-// reads      token_order, slot_row of the plan; expert_idx, expert_weight; o
-// writes     y
-// waits on   o_done of each row's tile: its items were claimed before or will be by running warps;
-//            batch_full
+// reads      token_order, slot_row of the plan; expert_idx, the weights of Steps; Steps::Rows
+// writes     Steps::Sums, and what Steps::FinishRoute does for each route of a token
+// waits on   Steps::RowsDone of each row's tile: its items were claimed before or will be by
+//            running warps; batch_full
 // signals    nothing
 // threads    any warps; each claims one token at a time, in the order in which sums become ready
 //
@@ -22,15 +22,17 @@
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
-#include "shared/forward.h"
+#include "shared/part.h"
 
 namespace megamoe {
 
-template <int kNumBatches>
+template <typename Steps, int kNumBatches>
 class CombineRole {
+  using Params = typename Steps::Params;
+
  public:
   // Sums with a ring of batches, whose barriers are those from `batch_full` on.
-  __device__ CombineRole(const ForwardParams& params, Batch* batches, uint32_t batch_full)
+  __device__ CombineRole(const Params& params, Batch* batches, uint32_t batch_full)
       : p_(params), batches_(batches), batch_full_(batch_full), lane_(threadIdx.x % kWarpThreads) {}
 
   __device__ void Run() {
@@ -119,7 +121,7 @@ class CombineRole {
     if (next_token_ >= 0 && lane_ < p_.dims.K) {
       const int slot = next_token_ * p_.dims.K + lane_;
       next_row_ = p_.plan.slot_row[slot];
-      next_weight_ = p_.expert_weight[slot];
+      next_weight_ = Steps::Weight(p_, slot);
       next_expert_ = p_.expert_idx[slot];
     }
     const int place = __shfl_sync(kAllLanes, claim_, 0);
@@ -148,18 +150,17 @@ class CombineRole {
     PrefetchToken();
   }
 
-  // Whether o of the current token is complete. Waits for it only when nothing else is to do, and
-  // is then false when the call has failed.
+  // Whether the rows of the current token are complete. Waits for it only when nothing else is to
+  // do, and is then false when the call has failed.
   __device__ __forceinline__ bool RowsAreReady() {
     if (is_ready_) return true;
     const int tile = max(row_, 0) / kTileRows;
-    const Flag flag = {p_.counters.o_done + tile, static_cast<uint32_t>(p_.num_down_tiles()),
-                       Phase::kDown};
+    const Flag flag = Steps::RowsDone(p_, tile);
     if (!__all_sync(kAllLanes, row_ < 0 || IsRaised(flag))) {
       if (num_in_flight_ > 0) return false;
       if (!WaitForFlags(row_ >= 0, flag, /*pause_ns=*/200, p_.wait, -1, tile)) return false;
     }
-    ptx::FenceAsyncGlobal();  // o was written by TMA; each lane copies the row it looked after
+    ptx::FenceAsyncGlobal();  // written by TMA; each lane copies the row it looked after
     is_ready_ = true;
     return true;
   }
@@ -188,18 +189,22 @@ class CombineRole {
     __syncwarp();
     if (row_ >= 0) {
       batch.weight[place_] = weight_;
-      const uint4* from = p_.pool + (int64_t{row_} * p_.H + column_) / kVector;
+      const uint4* from = Steps::Rows(p_) + (int64_t{row_} * p_.H + column_) / kVector;
       ptx::BulkLoad(ptx::SharedAddress(batch.rows) + place_ * row_bytes, from, columns * 2,
                     barrier);
     }
     __syncwarp();
+    // Behind the copies, which take longer.
+    if (column_ == 0 && lane_ < p_.dims.K) {
+      Steps::FinishRoute(p_, token_ * p_.dims.K + lane_, row_);
+    }
     if (++issue_ == kNumBatches) issue_ = 0;
     ++num_in_flight_;
     column_ += columns;
     if (column_ == p_.H) NextToken();
   }
 
-  // Sums the oldest batch into y; false when its rows did not come.
+  // Sums the oldest batch; false when its rows did not come.
   __device__ __forceinline__ bool SumBatch() {
     const TraceScope trace(p_.trace, kCombine, lane_ == 0);
     const uint32_t barrier = batch_full_ + sum_ * sizeof(uint64_t);
@@ -215,7 +220,7 @@ class CombineRole {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int column = lane_ * kVector + i * kVectorStride;
-      if (column < columns) p_.y[(first + column) / kVector] = sum.Packed(i);
+      if (column < columns) Steps::Sums(p_)[(first + column) / kVector] = sum.Packed(i);
     }
     // The batch is free for the next copy: every lane has read it.
     __syncwarp();
@@ -227,7 +232,7 @@ class CombineRole {
     return true;
   }
 
-  const ForwardParams& p_;
+  const Params& p_;
   Batch* const batches_;
   const uint32_t batch_full_;
   const int lane_;
@@ -256,8 +261,10 @@ class CombineRole {
   int num_in_flight_ = 0;
 };
 
-// Writes 0 to y of the tokens that have no route, a warp's share of them. Nobody waits for them.
-__device__ inline void ZeroUnrouted(const ForwardParams& p, int warp, int num_warps) {
+// Writes 0 to the sums of the tokens that have no route, a warp's share of them. Nobody waits for
+// them.
+template <typename Steps>
+__device__ inline void ZeroUnrouted(const typename Steps::Params& p, int warp, int num_warps) {
   const int lane = threadIdx.x % kWarpThreads;
   const int row_vectors = p.H / kVector;
   for (int base = warp * kWarpThreads; base < p.dims.T; base += num_warps * kWarpThreads) {
@@ -267,8 +274,10 @@ __device__ inline void ZeroUnrouted(const ForwardParams& p, int warp, int num_wa
       unrouted = p.plan.slot_row[token * p.dims.K + k] < 0;
     }
     for (unsigned todo = __ballot_sync(kAllLanes, unrouted); todo != 0; todo &= todo - 1) {
-      uint4* y = p.y + int64_t{base + __ffs(todo) - 1} * row_vectors;
-      for (int c = lane; c < row_vectors; c += kWarpThreads) y[c] = uint4{0, 0, 0, 0};
+      const int unrouted_token = base + __ffs(todo) - 1;
+      uint4* sum = Steps::Sums(p) + int64_t{unrouted_token} * row_vectors;
+      for (int c = lane; c < row_vectors; c += kWarpThreads) sum[c] = uint4{0, 0, 0, 0};
+      if (lane < p.dims.K) Steps::FinishRoute(p, unrouted_token * p.dims.K + lane, -1);
     }
   }
 }

@@ -1,6 +1,6 @@
 // Load: announces items and feeds the stages.
 //
-// reads      the plan's items; the weights, x in the pool and h (TMA)
+// reads      the plan's items; the operands of each item's products (TMA)
 // writes     items and stages in shared memory, of both blocks of the pair
 // waits on   item_empty, item_full, stage_empty; Step::Input of the item: items that were claimed
 //            earlier, or rows that dispatch warps copy without waiting for anybody
@@ -15,6 +15,7 @@
 
 #include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
+#include "pipeline/products.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
@@ -38,27 +39,58 @@ class LoadRole {
       queue_.Claim();
       if (!AnnounceNext()) return;
     }
+    bool ready = false;
     for (;;) {
       if (!BarrierWaitOfWarp(AddressOf(shared_.item_full, slot_.index), slot_.parity, p_.wait))
         return;
-      const TileItem item = ReadItem(shared_, slot_.index);
+      TileItem item = ReadItem(shared_, slot_.index);
       slot_.Advance();
       if (item.step == kNoMoreItems) return;
       ExpectItem();
-      const bool ready = next_ready_;
-      announced_ = rank_ != 0;
-      next_ready_ = false;
-      bool loaded = false;
-      Steps::With(item.step, [&]<typename Step>() { loaded = LoadItem<Step>(item, ready); });
-      if (!loaded || (!announced_ && !AnnounceNext())) return;
+      int num_k_blocks = 0;
+      Steps::With(item.step, [&]<typename Step>() {
+        if (!ready) ready = WaitForInput<Step>(item);
+        num_k_blocks = Step::Products::NumKBlocks(p_, item);
+        item.expert_row = Step::ExpertRow(p_, item);
+      });
+      if (!ready) return;
+      // What the flag announces was written through the generic proxy or by another block's TMA.
+      ptx::FenceAsyncGlobal();
+      __syncwarp();
+      if (!LoadItem(item, num_k_blocks, &ready)) return;
     }
   }
 
  private:
-  // K-blocks before the end of an item at which the next one is announced and its flag polled, so
-  // that neither latency falls between two items.
-  static constexpr int kAnnounceAhead = 8;
-  static constexpr int kPollAhead = 3;
+  // K-blocks that are loaded after the next item is announced and after its flag is polled, so that
+  // neither latency falls between two items.
+  static constexpr int kAnnounceAhead = 7;
+  static constexpr int kPollAhead = 2;
+
+  template <typename Product>
+  static constexpr uint32_t kBytesB = Product::kColumns * kBlockK * 2;
+
+  // Loads the item in three parts, with the announcement and the poll of the next between them;
+  // false when a wait gave up. next_ready: what the poll found.
+  __device__ __forceinline__ bool LoadItem(const TileItem& item, int num_k_blocks,
+                                           bool* next_ready) {
+    int from = 0;
+#pragma unroll 1
+    for (int part = 0; part < 3; ++part) {
+      // Of an item that is too short, everything.
+      const int ahead = part == 0 ? kAnnounceAhead : part == 1 ? kPollAhead : 0;
+      const int to = num_k_blocks > ahead ? num_k_blocks - ahead : num_k_blocks;
+      bool loaded = false;
+      Steps::With(item.step, [&]<typename Step>() {
+        loaded = LoadBlocks(typename Step::Products(), item, from, to);
+      });
+      if (!loaded) return false;
+      from = max(from, to);
+      if (part == 0 && rank_ == 0 && !AnnounceNext()) return false;
+      if (part == 1) *next_ready = PollNext();
+    }
+    return true;
+  }
 
   __device__ __forceinline__ void ExpectItem() {
     if (ptx::ElectOne()) {
@@ -69,7 +101,6 @@ class LoadRole {
 
   // Writes the next item into the rings of both blocks, a lane each.
   __device__ __forceinline__ bool AnnounceNext() {
-    announced_ = true;
     const PairItem item = queue_.Next();
     Delay(DelaySite::kLoad, ~item.row);
     const uint32_t slot = slot_.index;
@@ -86,8 +117,9 @@ class LoadRole {
 
   template <typename Step>
   __device__ __forceinline__ bool WaitForInput(const TileItem& item) {
-    const int tile = item.row / kTileRows;
-    return WaitForFlags(true, Step::Input(p_, tile), /*pause_ns=*/32, p_.wait, item.expert, tile);
+    const TraceScope trace(p_.trace, kTraceWait | Step::kPart, threadIdx.x % kWarpThreads == 0);
+    return WaitForFlags(true, Step::Input(p_, item), /*pause_ns=*/32, p_.wait, item.expert,
+                        item.row / kTileRows);
   }
 
   // Whether the next item is there and what it reads is ready.
@@ -96,57 +128,58 @@ class LoadRole {
     if (!__all_sync(kAllLanes, ready)) return false;
     const TileItem next = TileOf(shared_.items[slot_.index], rank_);
     if (next.step == kNoMoreItems) return false;
-    Steps::With(next.step,
-                [&]<typename Step>() { ready = IsRaised(Step::Input(p_, next.row / kTileRows)); });
+    Steps::With(next.step, [&]<typename Step>() { ready = IsRaised(Step::Input(p_, next)); });
     return __all_sync(kAllLanes, ready);
   }
 
-  template <typename Step>
-  __device__ __forceinline__ bool LoadItem(const TileItem& item, bool ready) {
-    if (!ready) {
-      const TraceScope trace(p_.trace, kTraceWait | Step::kPart, threadIdx.x % kWarpThreads == 0);
-      if (!WaitForInput<Step>(item)) return false;
-    }
-    // What the flag announces was written through the generic proxy or by another block's TMA.
-    ptx::FenceAsyncGlobal();
-    __syncwarp();
-    const int num_k_blocks = Step::NumKBlocks(p_);
+  // The K-blocks [from, to) of all products together, in a loop for each product: with two kinds of
+  // copies in one, the smaller blocks would be bound by the instructions of this warp.
+  template <typename... All>
+  __device__ __forceinline__ bool LoadBlocks(ProductList<All...>, const TileItem& item, int from,
+                                             int to) {
+    int before = 0;
+    return (LoadBlocks<All>(item, from, to, &before) && ...);
+  }
+
+  // before: K-blocks of the products before this one, which it adds its own to.
+  template <typename Product>
+  __device__ __forceinline__ bool LoadBlocks(const TileItem& item, int from, int to, int* before) {
+    const int num_k_blocks = Product::NumKBlocks(p_, item);
+    const int end = min(to - *before, num_k_blocks);
 #pragma unroll 1
-    for (int k = 0; k < num_k_blocks; ++k) {
+    for (int k = max(from - *before, 0); k < end; ++k) {
       const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index);
       Delay(DelaySite::kLoad, item.row * 64 + k);
       if (!BarrierWaitOfWarp(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1,
                              p_.wait))
         return false;
       if (ptx::ElectOne()) {
-        ptx::BarrierArriveExpect(barrier, kStageBytes);
-        LoadStage<Step>(item, k, AddressOf(shared_.stages, stage_.index), barrier);
+        ptx::BarrierArriveExpect(barrier, kStageABytes + kBytesB<Product>);
+        LoadStage<Product>(item, k, AddressOf(shared_.stages, stage_.index), barrier);
       }
       __syncwarp();
       stage_.Advance();
-      if (k == num_k_blocks - kAnnounceAhead && !announced_ && !AnnounceNext()) return false;
-      if (k == num_k_blocks - kPollAhead) next_ready_ = PollNext();
     }
+    *before += num_k_blocks;
     return true;
   }
 
   // This block's share of a stage: what its own products read alone, and half of what both read.
-  template <typename Step>
+  template <typename Product>
   __device__ __forceinline__ void LoadStage(const TileItem& item, int k, uint32_t stage,
                                             uint32_t barrier) {
-    constexpr uint32_t kHalfB = kStageBBytes / 2;
+    constexpr uint32_t kHalfB = kBytesB<Product> / 2;
     const uint32_t b = stage + kStageABytes;
     if (item.is_wide) {
       const int half = rank_;
-      Step::template LoadRows<true>(maps_, item.row + half * kConsumerRows, k,
-                                    stage + half * ptx::kChunkBytes, barrier);
-      Step::template LoadColumns<false>(maps_, p_, item, 0, k, b, barrier);
-      Step::template LoadColumns<false>(maps_, p_, item, 1, k, b + kHalfB, barrier);
+      Product::template LoadRows<true>(maps_, p_, item, half, k, stage + half * ptx::kChunkBytes,
+                                       barrier);
+      Product::template LoadColumns<false>(maps_, p_, item, 0, k, b, barrier);
+      Product::template LoadColumns<false>(maps_, p_, item, 1, k, b + kHalfB, barrier);
     } else {
-      Step::template LoadRows<false>(maps_, item.row, k, stage, barrier);
-      Step::template LoadRows<false>(maps_, item.row + kConsumerRows, k, stage + ptx::kChunkBytes,
-                                     barrier);
-      Step::template LoadColumns<true>(maps_, p_, item, rank_, k, b + rank_ * kHalfB, barrier);
+      Product::template LoadRows<false>(maps_, p_, item, 0, k, stage, barrier);
+      Product::template LoadRows<false>(maps_, p_, item, 1, k, stage + ptx::kChunkBytes, barrier);
+      Product::template LoadColumns<true>(maps_, p_, item, rank_, k, b + rank_ * kHalfB, barrier);
     }
   }
 
@@ -157,8 +190,6 @@ class LoadRole {
   ItemQueue<Steps> queue_;
   RingPosition<kNumStages> stage_;
   RingPosition<kItemSlots> slot_;  // of the next item
-  bool announced_ = false;
-  bool next_ready_ = false;
 };
 
 }  // namespace megamoe

@@ -1,7 +1,7 @@
 // Multiply: the products of a tile and the arithmetic that finishes it.
 //
 // reads      stages in shared memory
-// writes     the finished tile, in chunks of 64 rows x 64 columns, to the staging buffers
+// writes     the finished tile, in chunks of 64 rows x 128 bytes, to the staging buffers
 // waits on   item_full, stage_full; staging_empty, which the store warp releases
 // signals    item_empty, stage_empty, staging_full
 // threads    two warpgroups, 64 rows of the tile each
@@ -9,9 +9,12 @@
 
 #include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
+#include "pipeline/products.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
+#include "pipeline/staging.cuh"
 #include "pipeline/trace.cuh"
+#include "ptx/math.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace megamoe {
@@ -22,42 +25,41 @@ class MultiplyRole {
 
  public:
   __device__ MultiplyRole(SharedMemory& shared, const Params& params, int consumer)
-      : shared_(shared), p_(params), consumer_(consumer) {}
+      : shared_(shared), p_(params), consumer_(consumer), staging_(shared, consumer, params.wait) {}
 
   // Returns false when a wait gave up.
   __device__ bool Run() {
-#pragma unroll
-    for (int i = 0; i < 128; ++i) acc_[i] = 0;
+    if constexpr (Steps::kKeepsAccumulators) Clear(acc_);
     ForEachItem(shared_, p_.wait, [&](const TileItem& item) {
       Steps::With(item.step, [&]<typename Step>() {
         const bool is_recorder = consumer_ == 0 && item.num_consumers > 0 && IsThread0();
         const TraceScope trace(p_.trace, Step::kPart, is_recorder);
-        const int num_k_blocks = Step::NumKBlocks(p_);
         Delay(DelaySite::kMultiply, item.row * 64 + item.n);
         if (consumer_ >= item.num_consumers) {
-          Skip(num_k_blocks);
+          Skip(Step::Products::NumKBlocks(p_, item));
         } else {
-          Multiply(num_k_blocks);
-          Finish<Step>();
+          MultiplyAndFinish<Step>(typename Step::Products(), item);
         }
       });
     });
-    return came_;
+    return staging_.came();
   }
 
  private:
   __device__ __forceinline__ bool IsThread0() const { return threadIdx.x % kGroupThreads == 0; }
-  __device__ __forceinline__ bool IsLane0() const { return threadIdx.x % kWarpThreads == 0; }
 
-  __device__ __forceinline__ void WaitFor(uint32_t barrier, uint32_t parity) {
-    came_ &= BarrierWait(barrier, parity, p_.wait);
+  // What no instruction has written stays alive across all items: a product seems to add to it.
+  template <int kAccumulators>
+  static __device__ __forceinline__ void Clear(float (&acc)[kAccumulators]) {
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) acc[i] = 0;
   }
 
   // Tells both blocks of the pair, a lane each: either may copy into the stage of both. A stage
   // that did not come is kept: its copies may still be on their way.
   __device__ __forceinline__ void ReleaseStage(uint32_t stage) {
     const uint32_t lane = threadIdx.x % kWarpThreads;
-    if (lane < kPairBlocks && came_)
+    if (lane < kPairBlocks && staging_.came())
       ptx::BarrierArriveAt(AddressOf(shared_.stage_empty, stage), lane);
   }
 
@@ -65,31 +67,81 @@ class MultiplyRole {
   __device__ __forceinline__ void Skip(int num_k_blocks) {
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
-      WaitFor(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
+      staging_.WaitFor(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
       ReleaseStage(stage_.index);
       stage_.Advance();
     }
   }
 
-  __device__ __forceinline__ void Multiply(int num_k_blocks) {
-    constexpr auto kA = ptx::Major::kK;
-    constexpr auto kB = ptx::Major::kMN;
+  template <typename Step, typename Product>
+  __device__ __forceinline__ void MultiplyAndFinish(ProductList<Product>, const TileItem& item) {
+    if constexpr (Steps::kKeepsAccumulators) {
+      MultiplyAndFinish<Step, Product>(acc_, item);
+    } else {
+      float acc[128];
+      Clear(acc);
+      MultiplyAndFinish<Step, Product>(acc, item);
+    }
+  }
+
+  template <typename Step, typename Product>
+  __device__ __forceinline__ void MultiplyAndFinish(float (&acc)[128], const TileItem& item) {
+    const int num_k_blocks = Product::NumKBlocks(p_, item);
+    // Nothing to add leaves 0.
+    if (!Product::kMayBeEmpty || num_k_blocks > 0) Multiply<Product>(acc, num_k_blocks);
+#pragma unroll
+    for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
+      staging_.Open(chunk);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) Step::PutColumns(staging_, acc, chunk, c);
+      staging_.Close(chunk);
+    }
+  }
+
+  // Two products, of which the first leaves its result packed as bf16 for the arithmetic that
+  // finishes the second.
+  template <typename Step, typename First, typename Second>
+  __device__ __forceinline__ void MultiplyAndFinish(ProductList<First, Second>,
+                                                    const TileItem& item) {
+    // What the step reads of each row, a memory latency ahead of its use.
+    auto rows = Step::ReadRows(p_, item, consumer_);
+    uint32_t first[64];
+    {
+      float acc[128];
+      Clear(acc);
+      Multiply<First>(acc, First::NumKBlocks(p_, item));
+#pragma unroll
+      for (int i = 0; i < 64; ++i) first[i] = ptx::PackBf16(acc[2 * i], acc[2 * i + 1]);
+      ptx::PinRegisters(first);
+    }
+    rows.ReadMore(p_);
+    float acc[64];
+    Clear(acc);
+    Multiply<Second>(acc, Second::NumKBlocks(p_, item));
+    Step::Finish(p_, item, rows, first, acc, staging_);
+  }
+
+  template <typename Product, int kAccumulators>
+  __device__ __forceinline__ void Multiply(float (&acc)[kAccumulators], int num_k_blocks) {
+    static_assert(kAccumulators * 2 == Product::kColumns);
+    constexpr auto kA = Product::kMajorA;
+    constexpr auto kB = Product::kMajorB;
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
-      WaitFor(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
+      staging_.WaitFor(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
       const uint32_t address = AddressOf(shared_.stages, stage_.index);
       const uint64_t a = ptx::TileDescriptor<kA>(address + consumer_ * ptx::kChunkBytes);
       const uint64_t b = ptx::TileDescriptor<kB>(address + kStageABytes);
-      ptx::PinRegisters(acc_);
+      ptx::PinRegisters(acc);
       ptx::WgmmaFence();
 #pragma unroll
       for (int i = 0; i < kBlockK / 16; ++i) {
-        ptx::Wgmma64x256x16<kA, kB>(a + i * ptx::kDescriptor16K<kA>,
-                                    b + i * ptx::kDescriptor16K<kB>, acc_, (k | i) != 0);
+        ptx::Wgmma<kA, kB>(a + i * ptx::kDescriptor16K<kA>, b + i * ptx::kDescriptor16K<kB>, acc,
+                           (k | i) != 0);
       }
       ptx::WgmmaCommit();
-      ptx::PinRegisters(acc_);
+      ptx::PinRegisters(acc);
       ptx::WgmmaWait<1>();
       // The products of the block before are complete in this warp.
       if (k > 0) ReleaseStage(previous);
@@ -97,43 +149,16 @@ class MultiplyRole {
       stage_.Advance();
     }
     ptx::WgmmaWait<0>();
-    ptx::PinRegisters(acc_);
+    ptx::PinRegisters(acc);
     ReleaseStage(previous);
-  }
-
-  template <typename Step>
-  __device__ __forceinline__ void Finish() {
-    const int lane = threadIdx.x % kWarpThreads;
-    const int row = threadIdx.x % kGroupThreads / kWarpThreads * 16 + lane % 16;
-#pragma unroll
-    for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
-      const uint32_t buffer = chunk % kStagingBuffers;
-      Delay(DelaySite::kMultiply, chunk + 4 * staging_turns_);
-      const uint32_t base = AddressOf(shared_.staging[consumer_], buffer) + row * 128;
-      WaitFor(AddressOf(shared_.staging_empty[consumer_], buffer),
-              (staging_turns_ >> buffer & 1) ^ 1);
-      staging_turns_ ^= 1u << buffer;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) packed[j] = Step::Finish(acc_, chunk * 16 + c * 4 + j);
-        // 128-byte swizzle: the 16-byte column index is xor-ed with the row.
-        ptx::StoreMatrix(base + ((c * 32 + lane / 16 * 16) ^ (row % 8 * 16)), packed);
-      }
-      ptx::FenceAsyncShared();
-      __syncwarp();
-      if (IsLane0()) ptx::BarrierArrive(AddressOf(shared_.staging_full[consumer_], buffer));
-    }
   }
 
   SharedMemory& shared_;
   const Params& p_;
   const int consumer_;
+  Staging staging_;
   RingPosition<kNumStages> stage_;
-  uint32_t staging_turns_ = 0;  // a parity bit for each staging buffer
-  bool came_ = true;            // whatever was waited for
-  float acc_[128];
+  float acc_[128];  // with Steps::kKeepsAccumulators
 };
 
 }  // namespace megamoe

@@ -1,9 +1,9 @@
 // Store: moves finished chunks to memory and publishes the tile.
 //
 // reads      staging buffers
-// writes     h or o (TMA); Step::Done of the tile
+// writes     the result of each item (TMA)
 // waits on   item_full, staging_full
-// signals    item_empty, staging_empty; Step::Done: +1 when all of the item is in memory
+// signals    item_empty, staging_empty; Step::Publish when all of the item is in memory
 // threads    one warp, all lanes converged; one lane issues. A role of its own, because a consumer
 //            that published would wait for its own stores before the next product.
 #pragma once
@@ -27,13 +27,17 @@ class StoreRole {
 
   __device__ void Run() {
     ForEachItem(shared_, p_.wait, [&](const TileItem& item) {
-      Steps::With(item.step, [&]<typename Step>() { StoreItem<Step>(item); });
+      Steps::With(item.step, [&]<typename Step>() { came_ = came_ && StoreItem<Step>(item); });
     });
+    // Nobody in this call waits for what is not published.
+    if (ptx::ElectOne()) ptx::StoreWaitAll();
+    __syncwarp();
   }
 
  private:
+  // False when a chunk did not come.
   template <typename Step>
-  __device__ __forceinline__ void StoreItem(const TileItem& item) {
+  __device__ __forceinline__ bool StoreItem(const TileItem& item) {
     uint32_t previous = 0;  // address of the barrier of the buffer stored before
 #pragma unroll 1
     for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
@@ -42,11 +46,11 @@ class StoreRole {
         const uint32_t buffer = chunk % kStagingBuffers;
         const uint32_t turn = consumer * kStagingBuffers + buffer;
         const uint32_t barrier = AddressOf(shared_.staging_full[consumer], buffer);
-        if (!BarrierWaitOfWarp(barrier, turns_ >> turn & 1, p_.wait)) return;
+        if (!BarrierWaitOfWarp(barrier, turns_ >> turn & 1, p_.wait)) return false;
         turns_ ^= 1u << turn;
         Delay(DelaySite::kStore, item.row * 64 + item.n * 8 + chunk * 2 + consumer);
         if (ptx::ElectOne()) {
-          Step::StoreChunk(maps_, item, consumer, chunk,
+          Step::StoreChunk(maps_, p_, item, consumer, chunk,
                            AddressOf(shared_.staging[consumer], buffer));
           ptx::StoreCommit();
           ptx::StoreWaitRead<1>();
@@ -56,23 +60,27 @@ class StoreRole {
         previous = AddressOf(shared_.staging_empty[consumer], buffer);
       }
     }
-    if (previous == 0) return;  // no tile
+    if (previous == 0) return true;  // no tile
     // The same lane issued every store: elect.sync picks it again while the warp is converged.
     if (ptx::ElectOne()) {
       ptx::StoreWaitRead<0>();
       ptx::BarrierArrive(previous);
-      ptx::StoreWaitAll();
-      ptx::FenceAsyncGlobal();
-      Delay(DelaySite::kStore, item.row * 64 + item.n);
-      ptx::AddRelease(Step::Done(p_, item.row / kTileRows), 1);
+      if constexpr (Step::kIsPublished) {
+        ptx::StoreWaitAll();
+        ptx::FenceAsyncGlobal();
+        Delay(DelaySite::kStore, item.row * 64 + item.n);
+        Step::Publish(p_, item);
+      }
     }
     __syncwarp();
+    return true;
   }
 
   SharedMemory& shared_;
   const Maps& maps_;
   const Params& p_;
   uint32_t turns_ = 0;  // a parity bit for each staging buffer
+  bool came_ = true;    // whatever was waited for
 };
 
 }  // namespace megamoe

@@ -10,7 +10,7 @@ struct alignas(16) TraceRecord {
   uint32_t start_ns;
   uint32_t end_ns;
   uint32_t multiprocessor;
-  uint32_t kind;  // a Part (shared/forward.h), with kTraceWait for the load warp's wait before it
+  uint32_t kind;  // a Part (shared/part.h), with kTraceWait for the load warp's wait before it
 };
 constexpr uint32_t kTraceWait = 16;
 

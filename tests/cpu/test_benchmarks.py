@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -184,11 +185,12 @@ def test_a_trace_that_says_nothing_is_refused() -> None:
 
 
 def test_trace_kinds_are_those_of_the_kernel() -> None:
-    """The names and bits of cuda/shared/forward.h and trace.h."""
-    parts = {1: "kDispatch", 2: "kGateUp", 4: "kDown", 8: "kCombine"}
-    header = (ROOT / "cuda" / "shared" / "forward.h").read_text()
-    for bit, name in parts.items():
-        assert f"{name} = {bit}," in header
-        assert _trace.KINDS[bit].replace("_", "") == name[1:].lower()
+    """The names and bits of cuda/shared/part.h and trace.h."""
+    header = (ROOT / "cuda" / "shared" / "part.h").read_text()
+    parts = {int(bit): name for name, bit in re.findall(r"k(\w+) = (\d+),", header)}
+    names = {bit: name for bit, name in _trace.KINDS.items() if not bit & _trace.WAIT}
+    assert {bit: name.replace("_", "") for bit, name in names.items()} == {
+        bit: name.lower() for bit, name in parts.items()
+    }
     wait = f"kTraceWait = {_trace.WAIT};"
     assert wait in (ROOT / "cuda" / "shared" / "trace.h").read_text()

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims, MegaMoEConfig
-from jax_megamoe.plan import forward_steps
+from jax_megamoe.plan import backward_steps, forward_steps
 
 DIMS = Dims(T=16, K=2, E=8, R=1, H=64, I=32)
 
@@ -69,19 +70,31 @@ def test_a_trace_is_one_more_result_of_the_same_call() -> None:
     assert lowered(functools.partial(forward, trace=True), *types).count(_ffi.FORWARD) == 1
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("trainable", [True, False])
-def test_backward_returns_weight_gradients_only_when_asked(trainable: bool) -> None:
+def test_backward_returns_weight_gradients_only_when_asked(trainable: bool, dtype: Any) -> None:
+    """In the dtype of the weights: float32 ones straight from the sums."""
     config = MegaMoEConfig(trainable_experts=trainable)
     types = operand_types(DIMS)
+    types = types[:3] + tuple(jax.ShapeDtypeStruct(t.shape, dtype) for t in types[3:])
 
-    def backward(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return _ffi.backward_call(*operands, dims=DIMS, config=config, axis_name=None)
+    def backward(*operands: jax.Array, trace: bool = False) -> tuple[jax.Array, ...]:
+        options = {"dims": DIMS, "config": config, "axis_name": None}
+        return _ffi.backward_call(*operands, **options, trace=trace)
 
-    shapes = [(r.shape, str(r.dtype)) for r in jax.eval_shape(backward, types[0], *types)]
-    want = [(types[0].shape, "bfloat16"), (types[2].shape, "float32")]
-    want += [(t.shape, "float32") for t in types[3:] if trainable]
+    shapes = [(r.shape, r.dtype) for r in jax.eval_shape(backward, types[0], *types)]
+    want = [(types[0].shape, jnp.bfloat16), (types[2].shape, jnp.float32)]
+    want += [(t.shape, dtype) for t in types[3:] if trainable]
     assert shapes == want
-    assert lowered(backward, types[0], *types).count("@jax_megamoe_backward") == 1
+    text = lowered(backward, types[0], *types)
+    assert text.count("@jax_megamoe_backward") == 1
+    steps = backward_steps(DIMS, trainable_experts=trainable)
+    fields = ", ".join(str(n) for s in steps for n in (s.tiles_m or 0, s.tiles_n, s.lag))
+    assert f"steps = array<i64: {fields}>" in text or f"steps = dense<[{fields}]>" in text
+    traced = functools.partial(backward, trace=True)
+    *same, records = jax.eval_shape(traced, types[0], *types)
+    assert [(r.shape, r.dtype) for r in same] == want
+    assert records.dtype == jnp.int32 and records.shape[1] == 4
 
 
 @pytest.mark.parametrize("trace", [True, False])

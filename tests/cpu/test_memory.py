@@ -1,4 +1,4 @@
-"""What a forward asks of memory: the report is the call's own arrays, and too much is refused."""
+"""What a call asks of memory: the report is the call's own arrays, and too much is refused."""
 
 import math
 from typing import Any
@@ -49,6 +49,39 @@ def test_report_is_what_the_call_holds(letters: dict[str, int]) -> None:
     assert report.h_bytes == num_bytes([h])
     assert report.counters_bytes == num_bytes([counters])
     assert report.total_bytes == num_bytes([*equation.invars, *equation.outvars])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, None])
+def test_backward_is_refused_for_what_it_holds(set_limit: Any, dtype: Any) -> None:
+    """What the call holds is what is compared with the device; dtype None: frozen experts."""
+    config = MegaMoEConfig(trainable_experts=dtype is not None)
+    x, *rest = types(float_dtype=dtype or jnp.bfloat16)
+    x = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+
+    def backward(*operands: jax.Array) -> Any:
+        return _ffi.backward_call(*operands, dims=DIMS, config=config, axis_name=None)
+
+    (call,) = [
+        e
+        for e in jax.make_jaxpr(backward)(x, x, *rest).jaxpr.eqns
+        if e.params.get("target_name") == _ffi.BACKWARD
+    ]
+    num_gradients = 2 if dtype is None else 5
+    total = num_bytes([*call.invars, *call.outvars])
+    workspace = num_bytes(call.outvars[num_gradients:])
+    set_limit(total)
+    memory.check_backward_fits(DIMS, dtype)
+    set_limit(total - 1)
+    match = rf"backward of .* needs {total} bytes .*\({workspace} of workspace\)"
+    with pytest.raises(MemoryError, match=match):
+        memory.check_backward_fits(DIMS, dtype)
+
+
+def test_backward_of_more_bytes_than_64_bits_hold_is_refused() -> None:
+    most = 2**31 - 1
+    dims = Dims(T=1, K=1, E=512, R=1, H=most, I=most)
+    with pytest.raises(ValueError, match="the backward of .* 64 bits hold; the largest array is "):
+        memory.check_backward_fits(dims, None)
 
 
 def test_report_of_a_known_shape() -> None:

@@ -13,18 +13,17 @@ from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
 from jax_megamoe.plan import forward_steps, make_plan
 from tests import cases, compare
 from tests.cases import BF16, F32, ROUTINGS, Batch
-from tests.forward import SIZES, dims_of, forward, launched, operands, random_batch
+from tests.forward import (
+    SIZES,
+    dims_of,
+    forward,
+    launched,
+    operands,
+    poison_free_memory,
+    random_batch,
+)
 
 pytestmark = pytest.mark.gpu
-
-
-def poison_free_memory() -> None:
-    """Leaves most of the free device memory full of NaN, for the next call's pools."""
-    stats = jax.devices()[0].memory_stats() or {}
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
-    chunks = [jnp.full(2**28, jnp.nan, jnp.float32) for _ in range(int(0.8 * free) // 2**30)]
-    for chunk in jax.block_until_ready(chunks):
-        chunk.delete()
 
 
 @pytest.mark.parametrize("routing", sorted(ROUTINGS))

@@ -1,0 +1,11 @@
+// The handlers of jax_megamoe_backward.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+namespace megamoe {
+
+XLA_FFI_Error* PrepareBackward(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* ExecuteBackward(XLA_FFI_CallFrame* frame);
+
+}  // namespace megamoe

@@ -1,0 +1,157 @@
+#include "ffi/layer.h"
+
+#include <algorithm>
+#include <string>
+
+#include "ffi/arguments.h"
+#include "ffi/common.h"
+
+namespace megamoe {
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+std::string Text(const int64_t* sizes, size_t rank) {
+  std::string text = "[";
+  for (size_t i = 0; i < rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(sizes[i]);
+  return text + "]";
+}
+
+ffi::Error CheckShapes(const char* pass, const LayerOperands& o) {
+  const ffi::Span<const int64_t> ids = o.expert_idx.dimensions(), gate = o.w_gate.dimensions();
+  const int64_t T = ids[0], K = ids[1], E = gate[0], H = gate[1], I = gate[2];
+  for (const ffi::Error& error :
+       {CheckShape(pass, "x", o.x.dimensions(), {T, H}),
+        CheckShape(pass, "expert_weight", o.expert_weight.dimensions(), {T, K}),
+        CheckShape(pass, "w_up", o.w_up.dimensions(), {E, H, I}),
+        CheckShape(pass, "w_down", o.w_down.dimensions(), {E, I, H})}) {
+    if (error.failure()) return error;
+  }
+  constexpr int64_t kMultiple = 64;
+  if (H % kMultiple == 0 && I % kMultiple == 0) return ffi::Error::Success();
+  return Invalid(std::string(pass) + ": H is " + std::to_string(H) + " and I " + std::to_string(I) +
+                 "; both may be multiples of 64");
+}
+
+ffi::Error CheckLaunches(const char* pass, int64_t pass_parts, ffi::Span<const int64_t> launches) {
+  for (const int64_t parts : launches) {
+    if (parts < 1 || (parts & ~pass_parts) != 0) {
+      return Invalid(std::string(pass) + ": attribute launches holds " + std::to_string(parts) +
+                     "; a launch does some of the parts " + std::to_string(pass_parts));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// B is computed in jax_megamoe/config.py; the kernel walks a tree of at most 8 blocks.
+bool IsBlockCount(int64_t num_blocks, int64_t experts) {
+  return num_blocks >= 1 && num_blocks <= 8 && (num_blocks & (num_blocks - 1)) == 0 &&
+         experts % num_blocks == 0;
+}
+
+// The trace is an extra last result, int32 [1 + records, 4], which most calls do not ask for.
+ffi::ErrorOr<TraceBuffer> ReadTrace(ffi::RemainingRets& results, size_t i) {
+  if (results.size() <= i) return TraceBuffer{};
+  const auto result = results.get<ffi::Buffer<ffi::S32, 2>>(i);
+  if (result.has_error()) return result.error();
+  const auto sizes = (*result)->dimensions();
+  if (sizes[0] < 1 || sizes[1] * sizeof(int32_t) != sizeof(TraceRecord)) {
+    return Invalid("a trace has at least one row, of 4 numbers");
+  }
+  return TraceBuffer{static_cast<TraceRecord*>((*result)->untyped_data()),
+                     static_cast<uint32_t>(sizes[0] - 1)};
+}
+
+}  // namespace
+
+ffi::Error PrepareLayer(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
+  const ffi::ErrorOr<int64_t> ranks = attributes.get<int64_t>("R");
+  const ffi::ErrorOr<int64_t> keep_gate_up = attributes.get<int64_t>("keep_gate_up");
+  if (ranks.has_error()) return ranks.error();
+  if (keep_gate_up.has_error()) return keep_gate_up.error();
+  if (*keep_gate_up != 0) {
+    return MakeError(ffi::ErrorCode::kUnimplemented,
+                     "the kernels of this version do not keep g and u; call with save=\"none\", or "
+                     "with backend=\"reference\"");
+  }
+  if (*ranks == 1) return ffi::Error::Success();
+  return MakeError(ffi::ErrorCode::kUnimplemented,
+                   "the kernels of this version hold all experts on one GPU; for experts over " +
+                       std::to_string(*ranks) + " GPUs call with backend=\"reference\"");
+}
+
+ffi::Error CheckShape(const char* pass, const char* name, ffi::Span<const int64_t> found,
+                      std::initializer_list<int64_t> sizes) {
+  if (std::equal(found.begin(), found.end(), sizes.begin(), sizes.end())) {
+    return ffi::Error::Success();
+  }
+  return Invalid(std::string(pass) + ": operand " + name + " is " +
+                 Text(found.begin(), found.size()) + "; it goes with " +
+                 Text(sizes.begin(), sizes.size()));
+}
+
+ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
+                                      const LayerOperands& operands,
+                                      const ffi::Dictionary& attributes) {
+  const auto steps = attributes.get<ffi::Span<const int64_t>>("steps");
+  const auto num_blocks = attributes.get<int64_t>("num_blocks");
+  const auto launches = attributes.get<ffi::Span<const int64_t>>("launches");
+  if (steps.has_error()) return steps.error();
+  if (num_blocks.has_error()) return num_blocks.error();
+  if (launches.has_error()) return launches.error();
+  if (ffi::Error error = CheckShapes(pass, operands); error.failure()) return error;
+  if (ffi::Error error = CheckLaunches(pass, pass_parts, *launches); error.failure()) return error;
+  const int64_t experts = operands.w_gate.dimensions()[0];
+  if (!IsBlockCount(*num_blocks, experts)) {
+    return Invalid(std::string(pass) + ": attribute num_blocks is " + std::to_string(*num_blocks) +
+                   " for " + std::to_string(experts) +
+                   " experts; it may be 1, 2, 4 or 8 and divides them");
+  }
+  const ffi::Span<const int64_t> ids = operands.expert_idx.dimensions();
+  const int64_t routing[3] = {1, ids[0], ids[1]};
+  const ffi::ErrorOr<PlanProblem> plan =
+      ReadPlanProblem(ffi::Span<const int64_t>(routing, 3), experts, 0, *steps);
+  if (plan.has_error()) return plan.error();
+  LayerCall call = {};
+  call.plan = *plan;
+  call.H = static_cast<int>(operands.w_gate.dimensions()[1]);
+  call.I = static_cast<int>(operands.w_gate.dimensions()[2]);
+  call.num_blocks = static_cast<int>(*num_blocks);
+  call.pool_rows = PlanFields(*plan)[3].elements;
+  call.expert_idx = operands.expert_idx.typed_data();
+  call.expert_weight = operands.expert_weight.typed_data();
+  call.launches = launches->begin();
+  call.num_launches = static_cast<int64_t>(launches->size());
+  return call;
+}
+
+ffi::ErrorOr<int64_t> ReadDeadline(const ffi::Dictionary& attributes) {
+  return attributes.get<int64_t>("deadline_ns");
+}
+
+ffi::Error ReadLayerResults(ffi::RemainingRets& results, int first_plan, size_t trace,
+                            LayerCall* call) {
+  const ffi::ErrorOr<PlanArrays> arrays = ReadPlanArrays(call->plan, results, first_plan);
+  if (arrays.has_error()) return arrays.error();
+  const ffi::ErrorOr<TraceBuffer> buffer = ReadTrace(results, trace);
+  if (buffer.has_error()) return buffer.error();
+  call->plan_arrays = *arrays;
+  call->trace = *buffer;
+  return ffi::Error::Success();
+}
+
+#ifdef MEGAMOE_DELAYS
+ffi::Error Poison(cudaStream_t stream, const ffi::RemainingRets& results) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto result = results.get<ffi::AnyBuffer>(i);
+    if (result.has_error()) return result.error();
+    const cudaError_t error =
+        cudaMemsetAsync((*result)->untyped_data(), 0xff, (*result)->size_bytes(), stream);
+    if (error != cudaSuccess) return FromCuda({error, "cudaMemsetAsync"});
+  }
+  return ffi::Error::Success();
+}
+#endif
+
+}  // namespace megamoe

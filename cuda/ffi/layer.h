@@ -1,0 +1,59 @@
+// What the handlers of the forward and of the backward share: the refusals before a launch, and the
+// part of a call that both read alike.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "host/layer.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace megamoe {
+
+using Bf16Matrix = xla::ffi::Buffer<xla::ffi::BF16, 2>;
+using Ids = xla::ffi::Buffer<xla::ffi::S32, 2>;
+using RouteWeights = xla::ffi::Buffer<xla::ffi::F32, 2>;
+using Bf16Experts = xla::ffi::Buffer<xla::ffi::BF16, 3>;
+
+// The prepare stage, before anything is launched, on every rank alike: no peer is left waiting.
+xla::ffi::Error PrepareLayer(xla::ffi::RemainingArgs, xla::ffi::RemainingRets,
+                             xla::ffi::Dictionary attributes);
+
+// What a call of either pass gets.
+struct LayerOperands {
+  const Bf16Matrix& x;                // [T, H]
+  const Ids& expert_idx;              // [T, K]
+  const RouteWeights& expert_weight;  // [T, K]
+  const Bf16Experts& w_gate;          // [E, H, I]
+  const Bf16Experts& w_up;            // [E, H, I]
+  const Bf16Experts& w_down;          // [E, I, H]
+};
+
+// The sizes, the routing and the attributes of a call of the `pass` whose launches do `pass_parts`.
+// Refuses operands whose shapes do not go together. What is left for the caller: the number of
+// steps of the plan, the results, with ReadLayerResults, and LayerCall::wait.
+xla::ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
+                                           const LayerOperands& operands,
+                                           const xla::ffi::Dictionary& attributes);
+
+// Refuses an operand that is not of `sizes`.
+xla::ffi::Error CheckShape(const char* pass, const char* name, xla::ffi::Span<const int64_t> found,
+                           std::initializer_list<int64_t> sizes);
+
+// The deadline of the waits of a call.
+xla::ffi::ErrorOr<int64_t> ReadDeadline(const xla::ffi::Dictionary& attributes);
+
+// Fills the plan's arrays, which begin at result `first_plan`, and the trace, which is result
+// `trace` if there are so many.
+xla::ffi::Error ReadLayerResults(xla::ffi::RemainingRets& results, int first_plan, size_t trace,
+                                 LayerCall* call);
+
+#ifdef MEGAMOE_DELAYS
+// Fills every result with 0xff, NaN in bf16 and float32: who reads what this call has not written
+// is found.
+xla::ffi::Error Poison(cudaStream_t stream, const xla::ffi::RemainingRets& results);
+#endif
+
+}  // namespace megamoe

@@ -1,0 +1,69 @@
+#include "host/layer.h"
+
+#include "plan/plan.h"
+
+namespace megamoe {
+namespace {
+
+// Claims lie in cache lines of their own.
+constexpr int64_t kClaimStride = 32;
+
+CudaStatus NumMultiprocessors(int* count) {
+  int device = 0;
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  MEGAMOE_RETURN_IF_CUDA_ERROR(
+      cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device));
+  return {};
+}
+
+}  // namespace
+
+int64_t NumCounters(int64_t pool_rows, int for_each_tile, int64_t others) {
+  return kNumClaims * kClaimStride + for_each_tile * (pool_rows / kTileRows) + others;
+}
+
+uint32_t* TileCounters(const LayerCall& call, int i) {
+  return call.counters + NumCounters(call.pool_rows, i, 0);
+}
+
+LayerParams ParamsOf(const LayerCall& c) {
+  LayerParams params = {};
+  params.dims = c.plan.dims;
+  params.H = c.H;
+  params.I = c.I;
+  params.experts_per_block = c.plan.dims.E / c.num_blocks;
+  params.wait = c.wait;
+  params.plan = c.plan_arrays;
+  params.counters = {c.counters, c.counters + kClaimStride, c.counters + 2 * kClaimStride,
+                     TileCounters(c, 0)};
+  params.expert_idx = c.expert_idx;
+  params.expert_weight = c.expert_weight;
+  params.trace = c.trace;
+  return params;
+}
+
+CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, int64_t num_counters,
+                       LayerParams* params, const Launch& launch) {
+  int num_multiprocessors = 0;
+  if (CudaStatus status = NumMultiprocessors(&num_multiprocessors); !status.ok()) return status;
+  const plan::Cleared counters = {c.counters, num_counters};
+  if (CudaStatus status = plan::Launch(stream, c.plan, c.expert_idx, c.plan_arrays, counters);
+      !status.ok()) {
+    return status;
+  }
+  if (c.trace.records != nullptr) {
+    MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(c.trace.records, 0, sizeof(TraceRecord), stream));
+  }
+  for (int64_t i = 0; i < c.num_launches; ++i) {
+    params->parts = static_cast<uint32_t>(c.launches[i]);
+    // A launch walks the whole item list; the other counters belong to one part each.
+    if (i > 0) {
+      MEGAMOE_RETURN_IF_CUDA_ERROR(
+          cudaMemsetAsync(params->counters.next_item, 0, sizeof(uint32_t), stream));
+    }
+    if (CudaStatus status = launch(num_multiprocessors, i == 0); !status.ok()) return status;
+  }
+  return {};
+}
+
+}  // namespace megamoe

@@ -1,0 +1,45 @@
+// What one call of either pass consists of on the host, and how its launches follow each other.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <functional>
+
+#include "shared/cuda_status.h"
+#include "shared/layer.h"
+
+namespace megamoe {
+
+// Device pointers and sizes of a call; shapes as in the dimension key, P = pool_rows.
+struct LayerCall {
+  PlanProblem plan;
+  PlanArrays plan_arrays;
+  int H;
+  int I;
+  int num_blocks;  // B of the summation tree
+  int64_t pool_rows;
+  const int32_t* expert_idx;   // [T, K]
+  const float* expert_weight;  // [T, K]
+  uint32_t* counters;          // see TileCounters
+  const int64_t* launches;     // the parts (shared/part.h) of each
+  int64_t num_launches;
+  WaitContext wait;   // of all launches
+  TraceBuffer trace;  // of all launches
+};
+
+// The counters of a call are those of the claims, then some for each tile, then others: how many
+// words they are, and where the i-th of each tile begin.
+int64_t NumCounters(int64_t pool_rows, int for_each_tile, int64_t others);
+uint32_t* TileCounters(const LayerCall& call, int i);
+
+// What the kernel of a call takes, but for the parts of a launch. x_ready is TileCounters 0.
+LayerParams ParamsOf(const LayerCall& call);
+
+// Enqueues the plan, which clears the counters, and then each of the launches, for which it sets
+// params->parts. Allocates nothing and does not wait.
+using Launch = std::function<CudaStatus(int num_multiprocessors, bool starts_early)>;
+CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& call, int64_t num_counters,
+                       LayerParams* params, const Launch& launch);
+
+}  // namespace megamoe

@@ -1,0 +1,69 @@
+// What the roles need to know of the backward.
+#pragma once
+
+#include "comm/wait.cuh"
+#include "kernel/dgrad_steps.cuh"
+#include "kernel/wgrad_steps.cuh"
+#include "shared/backward.h"
+
+namespace megamoe {
+
+template <typename Gradients>
+struct BackwardSteps {
+  using Params = BackwardParams;
+  using Maps = BackwardMaps;
+
+  static constexpr uint32_t kProductParts = kDgradDown | kDgradGateUp | kWgradDown | kWgradGateUp;
+  // Registers of a thread: the first warpgroup gives some to the two that multiply.
+  static constexpr int kServiceRegisters = 120;
+  static constexpr int kMultiplyRegisters = 192;
+  // Accumulators that stayed in place would take the registers in which one step keeps g and u.
+  static constexpr bool kKeepsAccumulators = false;
+
+  // Calls f.template operator()<Step>() for the step with the given number.
+  template <typename F>
+  static __device__ __forceinline__ void With(int step, F&& f) {
+    if (step == DgradDownStep::kStep) {
+      f.template operator()<DgradDownStep>();
+    } else if (step == DgradGateUpStep::kStep) {
+      f.template operator()<DgradGateUpStep>();
+    } else if (step == WgradDownStep<Gradients>::kStep) {
+      f.template operator()<WgradDownStep<Gradients>>();
+    } else {
+      f.template operator()<WgradGateUpStep<Gradients>>();
+    }
+  }
+
+  // ---- dispatch: x and dy, each to its pool ----
+
+  static constexpr int kDispatched = 2;
+  static constexpr bool kZeroPads = true;
+  static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int i) {
+    return i == 0 ? p.x : p.dy;
+  }
+  static __device__ __forceinline__ uint4* DispatchTo(const Params& p, int i) {
+    return i == 0 ? p.x_pool : p.dy_pool;
+  }
+
+  // ---- combine: dx is the plain sum of a token's rows; dw of a route that of its column tiles, in
+  // their order ----
+
+  static __device__ __forceinline__ Flag RowsDone(const Params& p, int tile) {
+    return {p.dx_done + tile, static_cast<uint32_t>(NumDownTiles(p)), Phase::kDgradGateUp};
+  }
+  static __device__ __forceinline__ const uint4* Rows(const Params& p) { return p.dx_pool; }
+  static __device__ __forceinline__ uint4* Sums(const Params& p) { return p.dx; }
+  static __device__ __forceinline__ float Weight(const Params&, int) { return 1; }
+  // What dx of the row waited for includes its dw. row: -1 for no route here.
+  static __device__ __forceinline__ void FinishRoute(const Params& p, int slot, int row) {
+    const int num_tiles = NumGateUpTiles(p);
+    const float* partial = p.dw_partial + int64_t{row} * num_tiles;
+    float dw = 0;
+    if (row >= 0) {
+      for (int n = 0; n < num_tiles; ++n) dw += partial[n];
+    }
+    p.dw[slot] = dw;
+  }
+};
+
+}  // namespace megamoe

@@ -1,0 +1,65 @@
+// What the steps of both passes share.
+//
+// A step is what one kind of item does. It names the products that it accumulates, in the order in
+// which their operands are loaded, and says what an item waits for, how its result is finished,
+// where it is stored and who is told. A product says how large it is and how its operands come into
+// a stage: 128 rows of A in two halves of 64, and kColumns columns of B in two halves.
+#pragma once
+
+#include "pipeline/products.cuh"
+#include "pipeline/shared_memory.cuh"
+#include "pipeline/staging.cuh"
+#include "ptx/math.cuh"
+#include "ptx/tma.cuh"
+#include "shared/layer.h"
+
+namespace megamoe {
+
+// One box into a stage of this block, or of both blocks of the pair.
+template <bool kForBoth, typename... Coordinates>
+__device__ __forceinline__ void LoadBox(uint32_t stage, const CUtensorMap& map, uint32_t barrier,
+                                        uint64_t policy, Coordinates... at) {
+  if constexpr (kForBoth) {
+    ptx::TmaMulticast(stage, map, barrier, at..., policy, kBothBlocks);
+  } else {
+    ptx::TmaLoad(stage, map, barrier, at..., policy);
+  }
+}
+
+__device__ __forceinline__ int NumGateUpTiles(const LayerParams& p) { return NumGateUpTiles(p.I); }
+__device__ __forceinline__ int NumDownTiles(const LayerParams& p) { return NumDownTiles(p.H); }
+
+// Sixteen columns of a chunk of 64, rounded to bf16.
+__device__ __forceinline__ void PutRounded(const Staging& staging, const float (&acc)[128],
+                                           int chunk, int c) {
+  uint32_t packed[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int j = 32 * chunk + 8 * c + 2 * i;
+    packed[i] = ptx::PackBf16(acc[j], acc[j + 1]);
+  }
+  staging.Put(chunk, c, packed);
+}
+
+// A step whose tiles are pool rows.
+struct TokenStep {
+  // Its result is read within the call, by whoever waits for the counters that Publish adds to.
+  static constexpr bool kIsPublished = true;
+
+  static __device__ __forceinline__ int NumConsumers(const LayerParams& p, int row) {
+    return p.plan.row_slot[row + kConsumerRows] >= 0 ? 2 : 1;
+  }
+  static __device__ __forceinline__ int Depth(const LayerParams&, int) { return 0; }
+  static __device__ __forceinline__ int ExpertRow(const LayerParams&, const TileItem&) { return 0; }
+};
+
+// 128 rows by 256 columns, with A as rows of k and B as rows of columns or, by default, of k.
+template <ptx::Major kB = ptx::Major::kMN>
+struct TokenProduct {
+  static constexpr int kColumns = 256;
+  static constexpr bool kMayBeEmpty = false;  // no K-block
+  static constexpr ptx::Major kMajorA = ptx::Major::kK;
+  static constexpr ptx::Major kMajorB = kB;
+};
+
+}  // namespace megamoe

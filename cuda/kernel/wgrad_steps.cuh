@@ -1,0 +1,172 @@
+// The weight gradients of the backward: products over the pool rows of one expert.
+//
+// Their K-blocks are 64 pool rows each, the pads of the last one included: those are 0 in both
+// operands. An expert without rows has no K-block, and its gradient is 0.
+#pragma once
+
+#include "comm/wait.cuh"
+#include "kernel/dgrad_steps.cuh"
+#include "kernel/steps.cuh"
+#include "shared/backward.h"
+
+namespace megamoe {
+
+// How the float32 sums are stored: 128 bytes of a row in each chunk.
+struct Bf16Gradients {
+  static constexpr int kChunkColumns = 64;
+  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
+                                                    int chunk, int c) {
+    PutRounded(staging, acc, chunk, c);
+  }
+};
+struct F32Gradients {
+  static constexpr int kChunkColumns = 32;
+  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
+                                                    int chunk, int c) {
+    const int j = 16 * chunk + 4 * c;
+    staging.Put(chunk, c, acc[j], acc[j + 1], acc[j + 2], acc[j + 3]);
+  }
+};
+
+// A^T B over the rows of an expert; a row of either operand is one k.
+struct RowsProduct {
+  static constexpr int kColumns = 256;
+  static constexpr bool kMayBeEmpty = true;
+  static constexpr ptx::Major kMajorA = ptx::Major::kMN;
+  static constexpr ptx::Major kMajorB = ptx::Major::kMN;
+
+  static __device__ __forceinline__ int NumKBlocks(const BackwardParams&, const TileItem& item) {
+    return item.depth;
+  }
+  // 64 columns of A.
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadA(const CUtensorMap& map, const TileItem& item,
+                                               int half, int k, uint32_t to, uint32_t barrier) {
+    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictNormal, item.row + half * kConsumerRows,
+                      item.expert_row + k * kBlockK);
+  }
+  // 128 columns of B.
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadB(const CUtensorMap& map, const TileItem& item,
+                                               int column, int k, uint32_t to, uint32_t barrier) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      LoadBox<kForBoth>(to + i * ptx::kChunkBytes, map, barrier, ptx::kEvictNormal, column + i * 64,
+                        item.expert_row + k * kBlockK);
+    }
+  }
+};
+
+// What both steps do; their M-tiles are the same for every expert.
+struct WgradStep {
+  static constexpr bool kIsPublished = false;
+
+  static __device__ __forceinline__ int Depth(const BackwardParams& p, int expert) {
+    int rows = 0;
+    for (int r = 0; r < p.dims.R; ++r) {
+      rows += p.plan.counts[r * p.dims.experts_per_rank() + expert];
+    }
+    return (rows + kBlockK - 1) / kBlockK;
+  }
+  static __device__ __forceinline__ int ExpertRow(const BackwardParams& p, const TileItem& item) {
+    return p.plan.expert_start[item.expert];
+  }
+  // All of the expert's dg, du and w h, and with them its x and dy.
+  static __device__ __forceinline__ Flag Input(const BackwardParams& p, const TileItem& item) {
+    constexpr int kTileBlocks = kTileRows / kBlockK;
+    const int tiles = (item.depth + kTileBlocks - 1) / kTileBlocks;
+    return {p.expert_done + item.expert, static_cast<uint32_t>(tiles * NumGateUpTiles(p)),
+            Phase::kDgradDown};
+  }
+};
+
+// (w h)^T dy.
+struct WgradDownProduct : RowsProduct {
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadRows(const BackwardMaps& maps, const BackwardParams&,
+                                                  const TileItem& item, int half, int k,
+                                                  uint32_t to, uint32_t barrier) {
+    LoadA<kForBoth>(maps.wh, item, half, k, to, barrier);
+  }
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadColumns(const BackwardMaps& maps,
+                                                     const BackwardParams&, const TileItem& item,
+                                                     int half, int k, uint32_t to,
+                                                     uint32_t barrier) {
+    LoadB<kForBoth>(maps.dy, item, item.n * kDownColumns + half * 128, k, to, barrier);
+  }
+};
+
+// dWd: 128 of the I rows x 256 of the H columns of an expert.
+template <typename Gradients>
+struct WgradDownStep : WgradStep {
+  using Products = ProductList<WgradDownProduct>;
+  static constexpr int kStep = 2;
+  static constexpr Part kPart = kWgradDown;
+  static constexpr int kOutChunks = kDownColumns / Gradients::kChunkColumns;
+
+  static __device__ __forceinline__ int NumColumnTiles(const BackwardParams& p) {
+    return NumDownTiles(p);
+  }
+  static __device__ __forceinline__ int NumConsumers(const BackwardParams& p, int row) {
+    return row + kConsumerRows < p.I ? 2 : 1;
+  }
+  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
+                                                    int chunk, int c) {
+    Gradients::PutColumns(staging, acc, chunk, c);
+  }
+  static __device__ __forceinline__ void StoreChunk(const BackwardMaps& maps,
+                                                    const BackwardParams& p, const TileItem& item,
+                                                    int consumer, int chunk, uint32_t staging) {
+    ptx::TmaStore(maps.dw_down, staging, item.n * kDownColumns + chunk * Gradients::kChunkColumns,
+                  item.expert * p.I + item.row + consumer * kConsumerRows);
+  }
+};
+
+// x^T dg and x^T du.
+struct WgradGateUpProduct : RowsProduct {
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadRows(const BackwardMaps& maps, const BackwardParams&,
+                                                  const TileItem& item, int half, int k,
+                                                  uint32_t to, uint32_t barrier) {
+    LoadA<kForBoth>(maps.x, item, half, k, to, barrier);
+  }
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadColumns(const BackwardMaps& maps,
+                                                     const BackwardParams&, const TileItem& item,
+                                                     int half, int k, uint32_t to,
+                                                     uint32_t barrier) {
+    LoadB<kForBoth>(half == 0 ? maps.dg : maps.du, item, item.n * kGateUpColumns, k, to, barrier);
+  }
+};
+
+// dWg and dWu: 128 of the H rows x 128 of the I columns of an expert, of each.
+template <typename Gradients>
+struct WgradGateUpStep : WgradStep {
+  using Products = ProductList<WgradGateUpProduct>;
+  static constexpr int kStep = 3;
+  static constexpr Part kPart = kWgradGateUp;
+  static constexpr int kOutChunks = 2 * kGateUpColumns / Gradients::kChunkColumns;
+
+  static __device__ __forceinline__ int NumColumnTiles(const BackwardParams& p) {
+    return NumGateUpTiles(p);
+  }
+  static __device__ __forceinline__ int NumConsumers(const BackwardParams& p, int row) {
+    return row + kConsumerRows < p.H ? 2 : 1;
+  }
+  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
+                                                    int chunk, int c) {
+    Gradients::PutColumns(staging, acc, chunk, c);
+  }
+  static __device__ __forceinline__ void StoreChunk(const BackwardMaps& maps,
+                                                    const BackwardParams& p, const TileItem& item,
+                                                    int consumer, int chunk, uint32_t staging) {
+    constexpr int kOfGate = kOutChunks / 2;
+    const CUtensorMap& map = chunk < kOfGate ? maps.dw_gate : maps.dw_up;
+    ptx::TmaStore(map, staging,
+                  item.n * kGateUpColumns + chunk % kOfGate * Gradients::kChunkColumns,
+                  item.expert * p.H + item.row + consumer * kConsumerRows);
+  }
+};
+
+}  // namespace megamoe

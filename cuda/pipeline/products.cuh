@@ -1,0 +1,17 @@
+// The products of a step, as a list of types.
+#pragma once
+
+namespace megamoe {
+
+template <typename... All>
+struct ProductList {
+  static constexpr int kCount = sizeof...(All);
+
+  // K-blocks of all of them together.
+  template <typename Params, typename Item>
+  static __device__ __forceinline__ int NumKBlocks(const Params& p, const Item& item) {
+    return (All::NumKBlocks(p, item) + ...);
+  }
+};
+
+}  // namespace megamoe

@@ -1,0 +1,84 @@
+// The staging buffers of a consumer, as it fills them, and whether all that it waited for came.
+//
+// A chunk is 64 rows x 128 bytes with the 128-byte swizzle, in which the index of a 16-byte column
+// is xor-ed with the row: what a TMA store reads. Chunks take the buffers in turn.
+#pragma once
+
+#include "comm/wait.cuh"
+#include "pipeline/delay.cuh"
+#include "pipeline/shared_memory.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace megamoe {
+
+class Staging {
+ public:
+  __device__ __forceinline__ Staging(SharedMemory& shared, int consumer, const WaitContext& wait)
+      : full_(AddressOf(shared.staging_full[consumer], 0)),
+        empty_(AddressOf(shared.staging_empty[consumer], 0)),
+        buffers_(AddressOf(shared.staging[consumer], 0)),
+        wait_(wait) {}
+
+  // Waits for a barrier, of whatever the consumer needs. When one wait has given up, no buffer is
+  // handed on any more.
+  __device__ __forceinline__ void WaitFor(uint32_t barrier, uint32_t parity) {
+    came_ &= BarrierWait(barrier, parity, wait_);
+  }
+  __device__ __forceinline__ bool came() const { return came_; }
+
+  // Waits until the buffer of the chunk has been stored; the chunks of an item come in order, and a
+  // buffer is closed before the next is opened: the store warp frees one when it gets the next.
+  __device__ __forceinline__ void Open(int chunk) {
+    const uint32_t buffer = chunk % kStagingBuffers;
+    Delay(DelaySite::kMultiply, chunk + 4 * turns_);
+    WaitFor(empty_ + buffer * sizeof(uint64_t), (turns_ >> buffer & 1) ^ 1);
+    turns_ ^= 1u << buffer;
+  }
+
+  // 16 columns of bf16 from column 16 c of the chunk on, as a product leaves them in the warpgroup.
+  __device__ __forceinline__ void Put(int chunk, int c, const uint32_t (&packed)[4]) const {
+    const uint32_t lane = threadIdx.x % kWarpThreads;
+    const uint32_t row = WarpRow() + lane % 16;
+    ptx::StoreMatrix(RowAddress(chunk, row) + ((c * 32 + lane / 16 * 16) ^ (row % 8 * 16)), packed);
+  }
+
+  // 8 columns of float32 from column 8 c of the chunk on: d[0], d[1] in the thread's first row,
+  // d[2], d[3] eight rows below.
+  __device__ __forceinline__ void Put(int chunk, int c, float d0, float d1, float d2,
+                                      float d3) const {
+    const uint32_t lane = threadIdx.x % kWarpThreads;
+    const uint32_t row = WarpRow() + lane / 4;
+    const uint32_t at = RowAddress(chunk, row) + ((c * 32 + lane % 4 * 8) ^ (row % 8 * 16));
+    ptx::StoreShared(at, d0, d1);
+    ptx::StoreShared(at + 8 * kRowBytes, d2, d3);
+  }
+
+  // Hands the buffer to the store warp.
+  __device__ __forceinline__ void Close(int chunk) const {
+    const uint32_t buffer = chunk % kStagingBuffers;
+    ptx::FenceAsyncShared();
+    __syncwarp();
+    if (threadIdx.x % kWarpThreads == 0 && came_) {
+      ptx::BarrierArrive(full_ + buffer * sizeof(uint64_t));
+    }
+  }
+
+ private:
+  static constexpr uint32_t kRowBytes = 128;
+
+  static __device__ __forceinline__ uint32_t WarpRow() {
+    return threadIdx.x % kGroupThreads / kWarpThreads * 16;
+  }
+  __device__ __forceinline__ uint32_t RowAddress(int chunk, uint32_t row) const {
+    return buffers_ + chunk % kStagingBuffers * ptx::kChunkBytes + row * kRowBytes;
+  }
+
+  const uint32_t full_;
+  const uint32_t empty_;
+  const uint32_t buffers_;
+  const WaitContext& wait_;
+  uint32_t turns_ = 0;  // a parity bit for each buffer
+  bool came_ = true;    // whatever was waited for
+};
+
+}  // namespace megamoe

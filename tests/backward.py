@@ -1,0 +1,95 @@
+"""The CUDA backward as the GPU tests call it: compiled functions and an unfused layer beside it."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_megamoe import _ffi
+from jax_megamoe.config import Dims, MegaMoEConfig
+from tests import compare
+from tests.cases import Batch, Results
+from tests.forward import dims_of
+
+NAMES = Results._fields[1:]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("dims", "launches", "trainable", "trace", "deadline_s")
+)
+def launched(
+    *arrays: Any,
+    dims: Dims,
+    launches: tuple[int, ...] = _ffi.BACKWARD_FUSED,
+    trainable: bool = True,
+    trace: bool = False,
+    deadline_s: float = 600.0,
+) -> Any:
+    """The five gradients, dw in float32, of dy, x, expert_idx, expert_weight and the weights."""
+    return _ffi.backward_call(
+        *arrays,
+        dims=dims,
+        config=MegaMoEConfig(backend="cuda", trainable_experts=trainable),
+        axis_name=None,
+        launches=launches,
+        deadline_s=deadline_s,
+        trace=trace,
+    )
+
+
+def operands(batch: Batch, weight_dtype: Any = None) -> list[Any]:
+    """The batch's arrays in the order of the backward call; the weights in `weight_dtype`."""
+    x, ids, w, *weights, dy = map(jnp.asarray, batch)
+    weights = [a.astype(weight_dtype or a.dtype) for a in weights]
+    return [dy, x, ids, w, *weights]
+
+
+def gradients(batch: Batch, **options: Any) -> list[np.ndarray]:
+    """What `launched` returns for the batch, as NumPy arrays."""
+    return [np.asarray(a) for a in launched(*operands(batch), dims=dims_of(batch), **options)]
+
+
+def assert_same(found: Any, want: Any) -> None:
+    """The same bits in every gradient."""
+    names = (*NAMES, "trace")
+    for name, a, b in zip(names, found, want, strict=False):
+        compare.assert_bitwise(a, b, name)
+    assert len(found) == len(want)
+
+
+@jax.jit
+def unfused_bf16(*arrays: Any) -> Any:
+    """The five gradients of the layer as a few bf16 products and a float32 sum over the choices."""
+    x, ids, w, w_gate, w_up, w_down, dy = arrays
+
+    def layer(x: Any, w: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
+        y = jnp.zeros(x.shape, jnp.float32)
+        for e in range(w_gate.shape[0]):
+            h = jax.nn.silu(x @ w_gate[e]) * (x @ w_up[e])
+            o = (h @ w_down[e]).astype(jnp.float32)
+            y += jnp.sum(jnp.where(ids == e, w, 0), axis=1, keepdims=True) * o
+        return y.astype(x.dtype)
+
+    _, pull = jax.vjp(layer, x, w.astype(jnp.float32), w_gate, w_up, w_down)
+    return pull(dy)
+
+
+def errors_by_expert(found: Any, right: Results, expert: np.ndarray) -> np.ndarray:
+    """float64 [5, E]: the relative error of each gradient's share of each expert.
+
+    Args:
+      found: the five gradients. expert: [T], the one expert of each token.
+    """
+    num_experts = right.dw_gate.shape[0]
+    errors = np.zeros((len(NAMES), num_experts))
+    for i, (name, a) in enumerate(zip(NAMES, found, strict=True)):
+        b = getattr(right, name)
+        a = np.asarray(a).astype(np.float64)
+        for e in range(num_experts):
+            mine = expert == e if name in ("dx", "dw") else e
+            norm = np.linalg.norm(b[mine])
+            assert norm > 1e-2, f"{name} of expert {e} is next to nothing"
+            errors[i, e] = np.linalg.norm(a[mine] - b[mine]) / norm
+    return errors

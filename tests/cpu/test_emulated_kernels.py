@@ -1,0 +1,102 @@
+"""Both kernels on an emulated machine: right, and the same in every order of events.
+
+The sources are those of the GPU build but for cuda/ptx, so what fails here fails there. Sizes are
+small: half tiles and whole ones, odd and even numbers of tiles, more than one column tile.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jax_megamoe import _ffi
+from tests import cases, compare, emulated
+from tests.cases import BF16, F32, ROUTINGS, Batch, Results
+
+# T, K, E, H, I and the routing.
+CASES = (
+    ((5, 8, 16, 64, 64), "distinct"),
+    ((150, 2, 4, 128, 192), "skewed"),
+    ((300, 3, 6, 320, 64), "invalid"),
+    ((200, 2, 8, 64, 128), "duplicates"),
+    ((130, 2, 2, 576, 256), "one_expert"),
+    ((40, 2, 4, 64, 64), "nothing"),
+)
+IDS = [f"{size}-{routing}" for size, routing in CASES]
+# What the kernels round, besides the weights' gradients.
+ROUNDINGS = ("inputs", "h", "o", "y", "g", "u", "dg", "du", "w h", "dx rows", "dx")
+
+
+def oracle(size: tuple[int, ...], routing: str) -> Batch:
+    tokens, choices, experts, hidden, intermediate = size
+    ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
+    return cases.oracle(
+        ids, 0.125, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16
+    )
+
+
+def normal(size: tuple[int, ...], routing: str) -> Batch:
+    tokens, choices, experts, hidden, intermediate = size
+    ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
+    return cases.normal(
+        ids, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16
+    )
+
+
+@pytest.mark.parametrize(("size", "routing"), CASES, ids=IDS)
+def test_oracle_is_exact(size: tuple[int, ...], routing: str) -> None:
+    batch = oracle(size, routing)
+    right = cases.oracle_results(batch)
+    compare.assert_exact(emulated.forward(batch), right.y, "y")
+    for dtype in (BF16, F32):
+        found = emulated.backward(batch, weight_dtype=dtype)
+        assert [a.dtype for a in found] == [BF16, F32, *[dtype] * 3]
+        compare.assert_results_exact(Results(right.y, *found), right)
+
+
+@pytest.mark.parametrize(("size", "routing"), CASES, ids=IDS)
+def test_every_order_gives_the_same_bits_and_the_right_values(
+    size: tuple[int, ...], routing: str
+) -> None:
+    batch = normal(size, routing)
+    y = emulated.forward(batch, launches=_ffi.UNFUSED)
+    gradients = emulated.backward(batch, weight_dtype=F32, launches=_ffi.BACKWARD_UNFUSED)
+    once = Results(y, *gradients)
+    # float32 sums of another order, and silu within 3.6e-4: some round the other way.
+    compare.assert_within(once, cases.dense(batch, ROUNDINGS), 6e-3)
+    for seed, multiprocessors in ((1, 2), (2, 4), (3, 6)):
+        how: dict[str, Any] = {"seed": seed, "multiprocessors": multiprocessors}
+        again = emulated.forward(batch, **how), *emulated.backward(batch, weight_dtype=F32, **how)
+        compare.assert_results_bitwise(Results(*again), once)
+
+
+def test_frozen_experts_change_nothing_else() -> None:
+    batch = normal(*CASES[2])
+    dx, dw = emulated.backward(batch, trainable=False)
+    want_dx, want_dw, *_ = emulated.backward(batch)
+    compare.assert_bitwise(dx, want_dx, "dx")
+    compare.assert_bitwise(dw, want_dw, "dw")
+
+
+def test_nan_stays_with_its_token_and_its_experts() -> None:
+    batch = normal(*CASES[1])
+    clean = emulated.backward(batch, weight_dtype=F32)
+    dy = batch.dy.copy()
+    dy[0] = np.nan
+    dx, dw, *weights = emulated.backward(batch._replace(dy=dy), weight_dtype=F32)
+    assert np.isnan(dx[0].astype(F32)).all() and np.isnan(dw[0]).all()
+    compare.assert_bitwise(dx[1:], clean[0][1:], "dx")
+    compare.assert_bitwise(dw[1:], clean[1][1:], "dw")
+    others = np.setdiff1d(np.arange(batch.num_experts), batch.expert_idx[0])
+    for a, b in zip(weights, clean[2:], strict=True):
+        compare.assert_bitwise(a[others], b[others])
+        assert np.isnan(a[batch.expert_idx[0]]).any(axis=(1, 2)).all()
+
+
+def test_weights_that_are_not_finite_do_not_come_back_through_pads() -> None:
+    """dWd = (w h)^T dy reads no Wd, and an expert's pads are 0 whatever its weights hold."""
+    batch = normal(*CASES[1])
+    w_down = batch.w_down.copy()
+    w_down[0, :, 0] = np.inf
+    want = emulated.backward(batch)[4]
+    compare.assert_bitwise(emulated.backward(batch._replace(w_down=w_down))[4], want, "dw_down")

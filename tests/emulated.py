@@ -1,0 +1,123 @@
+"""The kernels of both passes on an emulated machine, for tests without a GPU.
+
+tests/emulator/ says what is emulated and what is not. The plan is that of `plan.make_plan`.
+"""
+
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jax_megamoe import _ffi
+from jax_megamoe.config import Dims
+from jax_megamoe.plan import backward_steps, forward_steps, make_plan
+from tests.cases import BF16, F32, Batch
+
+ROOT = Path(__file__).resolve().parents[1]
+HOST_SOURCES = ("backward", "forward", "layer", "tensor_map")
+
+
+def _cuda_headers() -> Path | None:
+    nvcc = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1]]
+    for home in filter(None, (*homes, "/usr/local/cuda")):
+        if (Path(home) / "include" / "cuda_runtime_api.h").exists():
+            return Path(home) / "include"
+    return None
+
+
+@functools.cache
+def _program() -> Path:
+    """Compiles the emulator, once a process; skips the test without a compiler or CUDA's headers,
+    unless the machine declares them (JAX_MEGAMOE_NVCC=1)."""
+    compiler, headers = shutil.which("g++"), _cuda_headers()
+    if not compiler or not headers:
+        reason = "the emulated kernels need g++ and CUDA's headers"
+        assert os.environ.get("JAX_MEGAMOE_NVCC") != "1", reason
+        pytest.skip(reason)
+    folder = Path(tempfile.mkdtemp())
+    emulator = ROOT / "tests" / "emulator"
+    sources = [emulator / "main.cc", emulator / "machine.cc"]
+    sources += [ROOT / "cuda" / "host" / f"{name}.cc" for name in HOST_SOURCES]
+    includes = [f"-I{emulator}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
+    command = [compiler, "-std=c++20", "-O2", *includes, *map(str, sources)]
+    program = folder / "emulator"
+    result = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return program
+
+
+def forward(batch: Batch, **options: Any) -> np.ndarray:
+    """y [T, H], bf16; options as for `_run`."""
+    dims = _dims_of(batch)
+    (y,) = _run(batch, dims, forward_steps(dims), [((dims.T, dims.H), BF16)], False, **options)
+    return y
+
+
+def backward(
+    batch: Batch, *, weight_dtype: np.dtype = BF16, trainable: bool = True, **options: Any
+) -> list[np.ndarray]:
+    """The gradients as the custom call gives them; options as for `_run`."""
+    dims = _dims_of(batch)
+    results = [((dims.T, dims.H), BF16), ((dims.T, dims.K), F32)]
+    if trainable:
+        weights = (batch.w_gate, batch.w_up, batch.w_down)
+        results += [(w.shape, weight_dtype) for w in weights]
+    steps = backward_steps(dims, trainable_experts=trainable)
+    return _run(batch, dims, steps, results, True, **options)
+
+
+def _dims_of(batch: Batch) -> Dims:
+    (tokens, hidden), choices = batch.x.shape, batch.expert_idx.shape[1]
+    experts, _, intermediate = batch.w_gate.shape
+    return Dims(T=tokens, K=choices, E=experts, R=1, H=hidden, I=intermediate)
+
+
+def _run(
+    batch: Batch,
+    dims: Dims,
+    steps: Any,
+    results: list[tuple[tuple[int, ...], np.dtype]],
+    is_backward: bool,
+    *,
+    launches: tuple[int, ...] | None = None,
+    multiprocessors: int = 4,
+    seed: int = 0,
+) -> list[np.ndarray]:
+    """Runs one call.
+
+    Args:
+      launches: as for the custom calls; None: fused.
+      multiprocessors: the blocks of the kernel, all resident.
+      seed: of the order in which everything happens.
+    """
+    plan = make_plan(batch.expert_idx[None], dims, 0, steps)
+    if launches is None:
+        launches = _ffi.BACKWARD_FUSED if is_backward else _ffi.FUSED
+    is_float = results[-1][1] == F32
+    header = [dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks, len(plan.row_slot)]
+    header += [len(plan.items), len(plan.waves), is_backward, len(steps), is_float]
+    header += [multiprocessors, seed, len(launches), *launches, *[0] * (8 - len(launches))]
+    weights = [a.astype(BF16) for a in (batch.w_gate, batch.w_up, batch.w_down)]
+    arrays = [np.array(header, np.int32), *plan, batch.expert_idx.astype(np.int32)]
+    arrays += [batch.expert_weight.astype(F32), batch.x.astype(BF16), *weights]
+    arrays += [batch.dy.astype(BF16)] if is_backward else []
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("in", "out")]
+        paths[0].write_bytes(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
+        run = subprocess.run([_program(), *paths], capture_output=True, text=True, timeout=600)
+        assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
+        raw = paths[1].read_bytes()
+    found = []
+    for shape, dtype in results:
+        size = int(np.prod(shape)) * dtype.itemsize
+        found.append(np.frombuffer(raw[:size], dtype).reshape(shape))
+        raw = raw[size:]
+    assert raw == b""
+    return found

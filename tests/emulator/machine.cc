@@ -1,0 +1,201 @@
+#include "machine.h"
+
+#include <sys/mman.h>
+
+#include <cstdio>
+
+namespace emulator {
+
+Fiber* self;
+int num_blocks;
+
+namespace {
+
+constexpr size_t kStackBytes = 64 << 10;
+// A round gives each warp one turn, on average. No test needs nearly so many.
+constexpr int64_t kMaxRounds = 300'000;
+
+std::mt19937 random_bits;
+std::vector<std::function<void()>> pending;
+std::function<void()> kernel_body;
+void* scheduler_stack_pointer;
+
+uint32_t Below(size_t end) { return random_bits() % end; }
+
+// Saves the caller's registers and stack pointer and takes up those of another stack.
+extern "C" void SwitchStack(void** save, void* load);
+asm(R"(
+.text
+.globl SwitchStack
+SwitchStack:
+  pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+  ret
+)");
+
+void FiberMain() {
+  kernel_body();
+  self->ended = true;
+  for (;;) Yield();
+}
+
+std::unique_ptr<Fiber> MakeFiber(Block* block, int thread) {
+  auto fiber = std::make_unique<Fiber>();
+  fiber->thread = thread;
+  fiber->block = block;
+  fiber->warp = &block->warps[thread / kWarpThreads];
+  void* memory =
+      mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) Fail("no memory for stacks");
+  fiber->stack = static_cast<char*>(memory);
+  // What SwitchStack pops: six registers and the address to go to; as after a call, 8 below a
+  // multiple of 16.
+  void** top = reinterpret_cast<void**>(fiber->stack + kStackBytes - 64);
+  *--top = nullptr;
+  *--top = reinterpret_cast<void*>(FiberMain);
+  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  fiber->stack_pointer = top;
+  return fiber;
+}
+
+struct Grid {
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Cluster>> clusters;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+
+  explicit Grid(int count) {
+    for (int i = 0; i < count; ++i) {
+      if (i % kClusterBlocks == 0) clusters.push_back(std::make_unique<Cluster>());
+      auto block = std::make_unique<Block>();
+      block->index = i;
+      block->rank = i % kClusterBlocks;
+      block->cluster = clusters.back().get();
+      block->shared = static_cast<uint8_t*>(std::aligned_alloc(1024, kSharedBytes));
+      std::memset(block->shared, 0xff, kSharedBytes);
+      blocks.push_back(std::move(block));
+    }
+    for (int i = 0; i < count; ++i) {
+      for (int rank = 0; rank < kClusterBlocks; ++rank) {
+        blocks[i]->of_cluster[rank] = blocks[i - blocks[i]->rank + rank].get();
+      }
+      for (int t = 0; t < kBlockThreads; ++t) fibers.push_back(MakeFiber(blocks[i].get(), t));
+    }
+  }
+  ~Grid() {
+    for (auto& block : blocks) std::free(block->shared);
+    for (auto& fiber : fibers) munmap(fiber->stack, kStackBytes);
+  }
+  Grid(const Grid&) = delete;
+  Grid& operator=(const Grid&) = delete;
+};
+
+// Gives every thread of a warp a turn; returns how many ended.
+int RunWarp(Grid& grid, size_t warp) {
+  int ended = 0;
+  for (int lane = 0; lane < kWarpThreads; ++lane) {
+    self = grid.fibers[warp * kWarpThreads + lane].get();
+    if (self->ended) continue;
+    SwitchStack(&scheduler_stack_pointer, self->stack_pointer);
+    ended += self->ended;
+  }
+  return ended;
+}
+
+void RunSomePending() {
+  for (uint32_t left = Below(pending.size() / 2 + 2); left > 0 && !pending.empty(); --left) {
+    std::swap(pending[Below(pending.size())], pending.back());
+    const std::function<void()> work = std::move(pending.back());
+    pending.pop_back();
+    work();
+  }
+}
+
+template <typename F>
+void ForEachElement(const TensorMap& map, const Coordinates& from, uint32_t address, F f) {
+  uint32_t offset = 0;
+  for (int z = 0; z < map.box[2]; ++z) {
+    for (int y = 0; y < map.box[1]; ++y) {
+      for (int x = 0; x < map.box[0]; ++x, offset += map.element_bytes) {
+        const int64_t at[3] = {from.at[0] + x, from.at[1] + y, from.at[2] + z};
+        bool is_inside = true;
+        for (int i = 0; i < 3; ++i) is_inside &= at[i] >= 0 && at[i] < map.dims[i];
+        int64_t place = at[0] * map.element_bytes;
+        for (int i = 1; i < 3; ++i) place += at[i] * map.strides_bytes[i];
+        f(Swizzled(address + offset) - address, is_inside ? map.data + place : nullptr);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void Fail(const char* why) {
+  std::fprintf(stderr, "emulator: %s\n", why);
+  std::exit(3);
+}
+
+void Seed(uint32_t seed) { random_bits.seed(seed); }
+
+void Yield() { SwitchStack(&self->stack_pointer, scheduler_stack_pointer); }
+
+void Later(std::function<void()> work) { pending.push_back(std::move(work)); }
+
+const uint32_t* Gather(int operation, uint32_t value) {
+  Warp& warp = *self->warp;
+  const uint64_t turn = warp.turn;
+  if (warp.arrived == 0) warp.operation = operation;
+  if (warp.operation != operation) Fail("the lanes of a warp do different things together");
+  warp.in[self->thread % kWarpThreads] = value;
+  if (++warp.arrived == kWarpThreads) {
+    std::memcpy(warp.out, warp.in, sizeof(warp.in));
+    warp.arrived = 0;
+    ++warp.turn;
+  }
+  while (warp.turn == turn) Yield();
+  // Stays until the next turn, for which this lane must have come again.
+  return warp.out;
+}
+
+void Launch(int blocks, const std::function<void()>& body) {
+  num_blocks = blocks;
+  kernel_body = body;
+  Grid grid(blocks);
+  const size_t num_warps = grid.fibers.size() / kWarpThreads;
+  std::vector<int> asleep(num_warps, 0);
+  size_t running = grid.fibers.size();
+  for (int64_t round = 0; running > 0; ++round) {
+    if (round == kMaxRounds) Fail("the kernel does not end");
+    for (size_t i = 0; i < num_warps; ++i) {
+      const size_t warp = Below(num_warps);
+      if (asleep[warp] > 0) {
+        --asleep[warp];
+        continue;
+      }
+      if (Below(512) == 0) asleep[warp] = Below(200);
+      running -= RunWarp(grid, warp);
+    }
+    RunSomePending();
+  }
+  if (!pending.empty()) Fail("the kernel ended before its copies");
+}
+
+void LoadBox(const TensorMap& map, const Coordinates& from, Block* block, uint32_t address) {
+  ForEachElement(map, from, address, [&](uint32_t offset, const uint8_t* element) {
+    uint8_t* to = SharedAt(block, address + offset);
+    if (element == nullptr) {
+      std::memset(to, 0, map.element_bytes);
+    } else {
+      std::memcpy(to, element, map.element_bytes);
+    }
+  });
+}
+
+void StoreBox(const TensorMap& map, const Coordinates& to, const std::vector<uint8_t>& box) {
+  ForEachElement(map, to, 0, [&](uint32_t offset, uint8_t* element) {
+    if (element != nullptr) std::memcpy(element, box.data() + offset, map.element_bytes);
+  });
+}
+
+}  // namespace emulator

@@ -1,0 +1,224 @@
+// Runs one call of the forward or of the backward on the emulated machine: emulator IN OUT.
+//
+// IN holds the numbers of `Header`, the arrays of the plan and the operands; OUT gets the results.
+// tests/emulated.py writes and reads them. All else that a call takes is full of NaN.
+#include <cstdio>
+
+#include "host/backward.h"
+#include "host/forward.h"
+#include "kernel/backward.h"
+#include "kernel/backward_steps.cuh"
+#include "kernel/forward.h"
+#include "kernel/forward_steps.cuh"
+#include "kernel/skeleton.cuh"
+#include "machine.h"
+#include "plan/plan.h"
+
+namespace {
+
+struct Header {
+  int32_t T, K, E, H, I, num_blocks, pool_rows, num_items, num_waves;
+  int32_t is_backward, num_steps, float_gradients;
+  int32_t multiprocessors, seed, num_launches;
+  int32_t launches[8];
+};
+
+int num_multiprocessors;
+
+using megamoe::LayerCall;
+
+void* Allocate(size_t bytes) {
+  void* memory = std::aligned_alloc(1024, (bytes + 1024) / 1024 * 1024);
+  std::memset(memory, 0xff, bytes);
+  return memory;
+}
+
+template <typename T>
+T* Read(FILE* file, int64_t count) {
+  void* data = Allocate(count * sizeof(T));
+  const size_t wanted = static_cast<size_t>(count);
+  if (std::fread(data, sizeof(T), wanted, file) != wanted) emulator::Fail("IN is too short");
+  return static_cast<T*>(data);
+}
+
+// The results of a call, in their order.
+class Results {
+ public:
+  void* Add(int64_t bytes) {
+    parts_.push_back({Allocate(bytes), static_cast<size_t>(bytes)});
+    return parts_.back().data;
+  }
+  void Write(const char* path) const {
+    FILE* file = std::fopen(path, "wb");
+    for (const Part& part : parts_) std::fwrite(part.data, 1, part.bytes, file);
+    std::fclose(file);
+  }
+
+ private:
+  struct Part {
+    void* data;
+    size_t bytes;
+  };
+  std::vector<Part> parts_;
+};
+
+LayerCall ReadLayer(FILE* file, const Header& h, const int64_t* launches) {
+  static megamoe::FaultPage page;
+  static uint32_t failed_epoch;
+  LayerCall call = {};
+  call.plan.dims = {h.T, h.K, h.E, 1};
+  call.plan.num_steps = h.num_steps;
+  call.plan_arrays.counts = Read<int32_t>(file, h.E);
+  call.plan_arrays.expert_start = Read<int32_t>(file, h.E + 1);
+  call.plan_arrays.slot_row = Read<int32_t>(file, h.T * h.K);
+  call.plan_arrays.row_slot = Read<int32_t>(file, h.pool_rows);
+  call.plan_arrays.items = Read<megamoe::Item>(file, h.num_items);
+  call.plan_arrays.waves = Read<megamoe::Wave>(file, h.num_waves);
+  call.plan_arrays.token_order = Read<int32_t>(file, h.T);
+  call.plan_arrays.totals = Read<int32_t>(file, 2);
+  call.H = h.H;
+  call.I = h.I;
+  call.num_blocks = h.num_blocks;
+  call.pool_rows = h.pool_rows;
+  call.expert_idx = Read<int32_t>(file, h.T * h.K);
+  call.expert_weight = Read<float>(file, h.T * h.K);
+  call.launches = launches;
+  call.num_launches = h.num_launches;
+  call.wait = {&page, &failed_epoch, ~uint64_t{0}, 1, 0};
+  return call;
+}
+
+constexpr int64_t kBf16Bytes = 2;
+
+void* ReadBf16(FILE* file, int64_t count) { return Read<uint16_t>(file, count); }
+void* Pool(const Header& h, int64_t columns) {
+  return Allocate(h.pool_rows * columns * kBf16Bytes);
+}
+
+megamoe::CudaStatus Forward(FILE* file, const Header& h, const LayerCall& layer, Results* out) {
+  megamoe::ForwardCall call = {};
+  static_cast<LayerCall&>(call) = layer;
+  const int64_t weights = int64_t{h.E} * h.H * h.I;
+  call.x = ReadBf16(file, int64_t{h.T} * h.H);
+  call.w_gate = ReadBf16(file, weights);
+  call.w_up = ReadBf16(file, weights);
+  call.w_down = ReadBf16(file, weights);
+  call.y = out->Add(int64_t{h.T} * h.H * kBf16Bytes);
+  call.pool = Pool(h, h.H);
+  call.h = Pool(h, h.I);
+  call.counters = static_cast<uint32_t*>(Allocate(megamoe::NumForwardCounters(h.pool_rows) * 4));
+  return megamoe::RunForward(nullptr, call);
+}
+
+megamoe::CudaStatus Backward(FILE* file, const Header& h, const LayerCall& layer, Results* out) {
+  megamoe::BackwardCall call = {};
+  static_cast<LayerCall&>(call) = layer;
+  const int64_t weights = int64_t{h.E} * h.H * h.I;
+  const int64_t tiles_n = (h.I + megamoe::kGateUpColumns - 1) / megamoe::kGateUpColumns;
+  call.x = ReadBf16(file, int64_t{h.T} * h.H);
+  call.w_gate = ReadBf16(file, weights);
+  call.w_up = ReadBf16(file, weights);
+  call.w_down = ReadBf16(file, weights);
+  call.dy = ReadBf16(file, int64_t{h.T} * h.H);
+  call.dx = out->Add(int64_t{h.T} * h.H * kBf16Bytes);
+  call.dw = static_cast<float*>(out->Add(int64_t{h.T} * h.K * sizeof(float)));
+  call.float_gradients = h.float_gradients != 0;
+  if (h.num_steps == 4) {
+    const int64_t bytes = weights * (call.float_gradients ? 4 : 2);
+    for (void** gradient : {&call.dw_gate, &call.dw_up, &call.dw_down}) *gradient = out->Add(bytes);
+  }
+  for (void** pool : {&call.x_pool, &call.dy_pool, &call.dx_pool}) *pool = Pool(h, h.H);
+  for (void** pool : {&call.dg, &call.du, &call.wh}) *pool = Pool(h, h.I);
+  call.dw_partial = static_cast<float*>(Allocate(h.pool_rows * tiles_n * sizeof(float)));
+  call.counters =
+      static_cast<uint32_t*>(Allocate(megamoe::NumBackwardCounters(h.pool_rows, h.E) * 4));
+  return megamoe::RunBackward(nullptr, call);
+}
+
+CUresult Encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
+                const cuuint64_t* dims, const cuuint64_t* strides_bytes, const cuuint32_t* box,
+                const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  emulator::TensorMap made = {};
+  made.data = static_cast<uint8_t*>(data);
+  made.element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  for (unsigned i = 0; i < 3; ++i) {
+    made.dims[i] = i < rank ? static_cast<int64_t>(dims[i]) : 1;
+    made.box[i] = i < rank ? static_cast<int>(box[i]) : 1;
+    if (i == 0 || i >= rank) continue;
+    made.strides_bytes[i] = static_cast<int64_t>(strides_bytes[i - 1]);
+    if (strides_bytes[i - 1] % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+  }
+  if (made.box[0] * made.element_bytes != 128) return CUDA_ERROR_INVALID_VALUE;
+  std::memcpy(map, &made, sizeof(made));
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+// What the host code calls of CUDA.
+extern "C" {
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** entry, unsigned,
+                                             unsigned long long, cudaDriverEntryPointQueryResult*) {
+  *entry = reinterpret_cast<void*>(Encode);
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = num_multiprocessors;
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
+  std::memset(data, value, bytes);
+  return cudaSuccess;
+}
+const char* cudaGetErrorName(cudaError_t) { return "an error"; }
+const char* cudaGetErrorString(cudaError_t) { return "of the emulated machine"; }
+}
+
+namespace megamoe {
+
+// The plan comes from IN; here it only clears the counters.
+CudaStatus plan::Launch(cudaStream_t, const PlanProblem&, const int32_t*, const PlanArrays&,
+                        const Cleared& cleared) {
+  std::memset(cleared.words, 0, cleared.count * sizeof(uint32_t));
+  return {};
+}
+
+CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
+                         const ForwardParams& params, bool) {
+  emulator::Launch(blocks, [&] { Skeleton<ForwardSteps>::Run(maps, params); });
+  return {};
+}
+
+CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
+                          const BackwardParams& params, bool float_gradients, bool) {
+  emulator::Launch(blocks, [&] {
+    if (float_gradients) {
+      Skeleton<BackwardSteps<F32Gradients>>::Run(maps, params);
+    } else {
+      Skeleton<BackwardSteps<Bf16Gradients>>::Run(maps, params);
+    }
+  });
+  return {};
+}
+
+}  // namespace megamoe
+
+int main(int argc, char** argv) {
+  FILE* file = argc == 3 ? std::fopen(argv[1], "rb") : nullptr;
+  if (file == nullptr) emulator::Fail("usage: emulator IN OUT");
+  const Header& h = *Read<Header>(file, 1);
+  num_multiprocessors = h.multiprocessors;
+  emulator::Seed(h.seed);
+  const std::vector<int64_t> launches(h.launches, h.launches + h.num_launches);
+  const LayerCall layer = ReadLayer(file, h, launches.data());
+  Results results;
+  const auto run = h.is_backward != 0 ? Backward : Forward;
+  const megamoe::CudaStatus status = run(file, h, layer, &results);
+  if (!status.ok()) emulator::Fail(status.call);
+  results.Write(argv[2]);
+}

@@ -1,0 +1,102 @@
+// As cuda/ptx/sync.cuh, for the emulated machine: memory is always in order, so fences do nothing.
+#pragma once
+
+#include "machine.h"
+
+namespace megamoe {
+
+using emulator::kWarpThreads;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+}  // namespace megamoe
+
+namespace megamoe::ptx {
+
+inline uint32_t SharedAddress(const void* p) {
+  const int64_t address = static_cast<const uint8_t*>(p) - emulator::self->block->shared;
+  if (address < 0 || address >= emulator::kSharedBytes) emulator::Fail("not in shared memory");
+  return static_cast<uint32_t>(address);
+}
+inline void* DynamicSharedMemory() { return emulator::self->block->shared; }
+
+inline void BarrierInit(uint32_t barrier, uint32_t arrivals) {
+  *emulator::BarrierAt(emulator::self->block, barrier) = {0, static_cast<uint8_t>(arrivals),
+                                                          static_cast<int16_t>(arrivals), 0};
+}
+inline void FenceBarrierInit() {}
+inline void BarrierArrive(uint32_t barrier) {
+  emulator::BarrierAt(emulator::self->block, barrier)->Arrive();
+}
+inline void BarrierArriveExpect(uint32_t barrier, uint32_t bytes) {
+  emulator::Barrier* b = emulator::BarrierAt(emulator::self->block, barrier);
+  b->bytes += static_cast<int32_t>(bytes);
+  b->Arrive();
+}
+inline bool BarrierTest(uint32_t barrier, uint32_t parity) {
+  return emulator::BarrierAt(emulator::self->block, barrier)->phase != parity;
+}
+inline bool BarrierWaitUnless(uint32_t barrier, uint32_t parity, const uint32_t* word,
+                              uint32_t value) {
+  for (int tries = 1; !BarrierTest(barrier, parity); ++tries) {
+    if (tries % 64 == 0 && *word == value) return false;
+    emulator::Yield();
+  }
+  return true;
+}
+
+inline void LetNextKernelStart() {}
+inline void WaitForPreviousKernel() {}
+
+inline uint32_t ClusterRank() { return emulator::self->block->rank; }
+inline void ClusterSync() {
+  emulator::Cluster& cluster = *emulator::self->block->cluster;
+  const uint64_t turn = cluster.turn;
+  if (++cluster.arrived == emulator::kClusterBlocks * emulator::kBlockThreads) {
+    cluster.arrived = 0;
+    ++cluster.turn;
+  }
+  while (cluster.turn == turn) emulator::Yield();
+}
+inline void BarrierArriveAt(uint32_t barrier, uint32_t rank) {
+  emulator::BarrierAt(emulator::self->block->of_cluster[rank], barrier)->Arrive();
+}
+inline void StoreAt(uint32_t shared, uint32_t barrier, uint32_t rank, uint4 v) {
+  emulator::Block* block = emulator::self->block->of_cluster[rank];
+  emulator::Later([=] {
+    std::memcpy(emulator::SharedAt(block, shared), &v, sizeof(v));
+    emulator::BarrierAt(block, barrier)->Complete(sizeof(v));
+  });
+}
+
+inline void FenceAsyncShared() {}
+inline void FenceAsyncGlobal() {}
+
+inline uint32_t LoadAcquireSystem(const uint32_t* flag) { return *flag; }
+inline uint32_t LoadRelaxedSystem(const uint32_t* flag) { return *flag; }
+inline void StoreReleaseSystem(uint32_t* flag, uint32_t value) { *flag = value; }
+inline uint32_t LoadAcquire(const uint32_t* flag) {
+  emulator::Yield();
+  return *flag;
+}
+inline uint32_t LoadRelaxed(const uint32_t* flag) { return *flag; }
+inline void AddRelease(uint32_t* flag, uint32_t value) { *flag += value; }
+
+inline uint4 LoadShared(uint32_t address) {
+  uint4 v;
+  std::memcpy(&v, emulator::SharedAt(emulator::self->block, address), sizeof(v));
+  return v;
+}
+inline void StoreShared(uint32_t address, uint4 v) {
+  std::memcpy(emulator::SharedAt(emulator::self->block, address), &v, sizeof(v));
+}
+
+inline bool ElectOne() { return emulator::self->thread % emulator::kWarpThreads == 0; }
+template <int kRegisters>
+void GiveRegisters() {}
+template <int kRegisters>
+void TakeRegisters() {}
+// Time stands still: no wait reaches its deadline.
+inline uint64_t GlobalTimerNs() { return 0; }
+inline uint32_t MultiprocessorIndex() { return emulator::self->block->index; }
+
+}  // namespace megamoe::ptx

@@ -1,0 +1,285 @@
+"""The fused backward on one GPU: exact, as precise as an unfused path, and the same every time."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_megamoe import _ffi
+from jax_megamoe.config import TILE_ROWS, Dims
+from jax_megamoe.plan import backward_steps, make_plan
+from tests import cases, compare, layer
+from tests.backward import (
+    NAMES,
+    assert_same,
+    errors_by_expert,
+    gradients,
+    launched,
+    operands,
+    unfused_bf16,
+)
+from tests.cases import BF16, F32, ROUTINGS, Batch, Results
+from tests.forward import SIZES, dims_of, poison_free_memory, random_batch
+
+pytestmark = pytest.mark.gpu
+
+
+def oracle(size: tuple[int, ...], ids: np.ndarray, weight: Any = 0.125) -> Batch:
+    _, _, experts, hidden, intermediate = size
+    return cases.oracle(
+        ids, weight, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16
+    )
+
+
+def shares(found: list[np.ndarray], tokens: Any, experts: Any) -> list[np.ndarray]:
+    """What gradients say of some tokens and some experts."""
+    return [a[tokens] for a in found[:2]] + [a[experts] for a in found[2:]]
+
+
+def assert_exact(found: Any, right: Results) -> None:
+    for name, a in zip(NAMES, found, strict=True):
+        compare.assert_exact(a, getattr(right, name), name)
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("routing", sorted(ROUTINGS))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_oracle_is_exact(size: tuple[int, ...], routing: str, weight_dtype: np.dtype) -> None:
+    tokens, choices, experts, *_ = size
+    batch = oracle(size, ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts))
+    found = launched(*operands(batch, weight_dtype), dims=dims_of(batch))
+    assert [a.dtype for a in found] == [BF16, F32, *[weight_dtype] * 3]
+    assert_exact(found, cases.oracle_results(batch))
+
+
+# One expert with m rows: no tile full, one, one more row, and the same of half tiles.
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257])
+def test_every_number_of_rows(rows: int) -> None:
+    size = (300, 1, 4, 192, 128)
+    ids = np.full((300, 1), -1, np.int32)
+    ids[:rows] = 2
+    batch = oracle(size, ids)
+    assert_exact(gradients(batch), cases.oracle_results(batch))
+
+
+def test_experts_without_rows_get_zero() -> None:
+    """Every set of busy experts, after a call that leaves the buffers dirty."""
+    size = (256, 1, 8, 64, 64)
+    dirty = random_batch(size, "distinct")
+    for busy in range(256):
+        chosen = [e for e in range(8) if busy >> e & 1]
+        ids = np.resize(np.array(chosen or [-1], np.int32), (256, 1))
+        batch = oracle(size, ids)
+        gradients(dirty)
+        assert_exact(gradients(batch), cases.oracle_results(batch))
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [1, 0], [0, 0]])
+def test_a_route_of_weight_zero_has_its_gradient(weights: list[int]) -> None:
+    ids = np.tile(np.array([0, 3], np.int32), (5, 1))
+    batch = oracle((5, 2, 4, 64, 64), ids, np.tile(np.array(weights, np.float64), (5, 1)))
+    found = gradients(batch)
+    np.testing.assert_array_equal(found[1], np.tile(np.array([1, 4], np.float32), (5, 1)))
+    assert_exact(found, cases.oracle_results(batch))
+
+
+def test_error_of_every_expert_is_that_of_an_unfused_path() -> None:
+    """One expert a token, so that a token's error is its expert's."""
+    batch = random_batch((4096, 1, 16, 512, 256), "distinct")
+    right, expert = cases.dense(batch), batch.expert_idx[:, 0]
+    ours = errors_by_expert(gradients(batch), right, expert)
+    theirs = errors_by_expert(unfused_bf16(*map(jnp.asarray, batch)), right, expert)
+    worst = np.unravel_index(np.argmax(ours / theirs), ours.shape)
+    assert ours[worst] <= 1.05 * theirs[worst], (
+        f"{NAMES[worst[0]]} of expert {worst[1]}: {ours[worst]} against {theirs[worst]}"
+    )
+
+
+def test_error_with_many_choices() -> None:
+    """Every token and expert against float64, where sums have several terms."""
+    batch = random_batch(SIZES[5], "distinct")
+    found = gradients(batch)
+    right = cases.dense(batch)
+    results = Results(np.zeros_like(right.y), *found)
+    compare.assert_within(results, right._replace(y=np.zeros_like(right.y)), 1.5e-2)
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("routing", sorted(ROUTINGS))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_fused_equals_its_parts_and_itself(
+    size: tuple[int, ...], routing: str, weight_dtype: np.dtype
+) -> None:
+    batch = random_batch(size, routing)
+    arrays, dims = operands(batch, weight_dtype), dims_of(batch)
+    once = launched(*arrays, dims=dims, launches=_ffi.BACKWARD_UNFUSED)
+    for _ in range(20):
+        assert_same(launched(*arrays, dims=dims), once)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_float32_gradients_are_the_sums_themselves(size: tuple[int, ...]) -> None:
+    """Rounded, they are the bf16 ones; and they do not stand on bf16's grid."""
+    batch = random_batch(size, "duplicates")
+    dx, dw, *rounded = launched(*operands(batch), dims=dims_of(batch))
+    dx_float, dw_float, *sums = launched(*operands(batch, F32), dims=dims_of(batch))
+    assert_same((dx_float, dw_float), (dx, dw))
+    for name, a, b in zip(NAMES[2:], sums, rounded, strict=True):
+        compare.assert_bitwise(a.astype(BF16), b, name)
+        assert np.any(np.asarray(a) != np.asarray(b).astype(np.float32)), name
+
+
+def test_frozen_experts_change_nothing_else() -> None:
+    batch = random_batch(SIZES[5], "invalid")
+    assert_same(gradients(batch, trainable=False), gradients(batch)[:2])
+
+
+def test_a_trace_records_every_item_and_changes_nothing() -> None:
+    batch = random_batch(SIZES[5], "distinct")
+    dims = dims_of(batch)
+    *found, records = gradients(batch, trace=True)
+    assert_same(found, gradients(batch))
+    steps = backward_steps(dims)
+    num_tiles = make_plan(batch.expert_idx[None], dims, 0, steps).expert_start[-1] // TILE_ROWS
+    count, *_ = records[0]
+    start, end, _, kind = records.view(np.uint32)[1 : 1 + count].T
+    assert count < records.shape[0] and (end - start < 10**9).all()
+    parts = (32, 64, 128, 256)  # see cuda/shared/part.h
+    for step, part in zip(steps, parts, strict=True):
+        tiles = num_tiles if step.tiles_m is None else dims.E * step.tiles_m
+        assert (kind == part).sum() == tiles * step.tiles_n, step.name
+    waits = {16 | part for part in parts}
+    assert {1, 8, *parts} <= set(kind.tolist()) <= {1, 8, *parts} | waits
+
+
+def test_poisoned_memory_reaches_nothing() -> None:
+    batch = random_batch(SIZES[5], "invalid")
+    clean = gradients(batch)
+    for _ in range(3):
+        poison_free_memory()
+        assert_same(gradients(batch), clean)
+
+
+def test_nan_stays_with_its_token_and_its_experts() -> None:
+    batch = random_batch(SIZES[3], "distinct")
+    clean = gradients(batch)
+    for name in ("x", "dy"):
+        poisoned = getattr(batch, name).copy()
+        poisoned[0] = np.nan
+        found = gradients(batch._replace(**{name: poisoned}))
+        others = np.setdiff1d(np.arange(batch.num_experts), batch.expert_idx[0])
+        rest = slice(1, None)
+        assert_same(shares(found, rest, others), shares(clean, rest, others))
+        of_token_and_experts = shares(found, slice(1), batch.expert_idx[0])
+        assert all(np.isnan(a.astype(np.float32)).all() for a in of_token_and_experts[:2])
+        for a in of_token_and_experts[2:]:
+            assert np.isnan(a.astype(np.float32)).any(axis=(1, 2)).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_of_one_expert_reach_no_other(value: float) -> None:
+    """Nor do they come back through pads: an expert's gradients depend on its rows alone."""
+    batch = random_batch(SIZES[3], "distinct")
+    clean = gradients(batch)
+    w_down = batch.w_down.copy()
+    w_down[2, :, 0] = value
+    found = gradients(batch._replace(w_down=w_down))
+    others = np.arange(batch.num_experts) != 2
+    away = ~(batch.expert_idx == 2).any(axis=1)
+    assert_same(shares(found, away, others), shares(clean, away, others))
+    # dWd = (w h)^T dy does not read Wd at all.
+    compare.assert_bitwise(found[4], clean[4], "dw_down")
+    assert_same(gradients(batch), clean)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_the_gradient_of_the_op(dtype: np.dtype) -> None:
+    """`jax.vjp` of mega_moe gives the call's gradients in the dtypes of the arguments."""
+    batch = random_batch(SIZES[3], "distinct")
+    dx, dw, *weights = gradients(batch)
+    cast = Batch(*(a if a.dtype == np.int32 else a.astype(dtype) for a in batch))
+    found = layer.run(cast, backend="cuda")
+    assert all(a.dtype == dtype for a in found)
+    compare.assert_bitwise(np.asarray(found.dx).astype(BF16), dx, "dx")
+    compare.assert_bitwise(found.dw, dw.astype(dtype), "dw")
+    for name, a in zip(NAMES[2:], weights, strict=True):
+        compare.assert_bitwise(np.asarray(getattr(found, name)).astype(BF16), a, name)
+
+
+@pytest.mark.parametrize("policy", ["nothing_saveable", "everything_saveable", "dots_saveable"])
+def test_inside_scan_and_remat(policy: str) -> None:
+    """Gradients of a stack of residual layers, of which all layers are the same."""
+    batch = random_batch(SIZES[3], "distinct")
+    x, ids, w, *weights, dy = map(jnp.asarray, batch)
+    op = layer.bind(backend="cuda")
+
+    def stack(block: Any, scanned: bool) -> Any:
+        def run(x: Any, w: Any, *weights: Any) -> Any:
+            if scanned:
+                body = lambda x, _: (block(x, ids, w, *weights), None)  # noqa: E731
+                return jax.lax.scan(body, x, length=3)[0]
+            for _ in range(3):
+                x = block(x, ids, w, *weights)
+            return x
+
+        return jax.jit(lambda *primals: jax.vjp(run, *primals)[1](dy))
+
+    def block(*arrays: Any) -> Any:
+        return arrays[0] + op(*arrays)
+
+    saved = jax.checkpoint(block, policy=getattr(jax.checkpoint_policies, policy))
+    for scanned in (False, True):
+        want = stack(block, scanned)(x, w, *weights)
+        assert_same(stack(saved, scanned)(x, w, *weights), want)
+
+
+@pytest.mark.parametrize("policy", ["vjp twice", "twice in one program"])
+def test_calls_do_not_disturb_each_other(policy: str) -> None:
+    small, large = random_batch(SIZES[2], "distinct"), random_batch(SIZES[6], "distinct")
+    want = [gradients(b) for b in (small, large)]
+    if policy == "vjp twice":
+        pulls = [pull_of(b) for b in (small, large)]
+        found = [pull(jnp.asarray(b.dy)) for pull, b in zip(pulls, (small, large), strict=True)]
+        for (dx, *_), (right, *_) in zip(found, want, strict=True):
+            compare.assert_bitwise(dx, right, "dx")
+        return
+    both = jax.jit(
+        lambda a, b: (
+            launched(*a, dims=dims_of(small)),
+            launched(*b, dims=dims_of(large)),
+            launched(*a, dims=dims_of(small)),
+        )
+    )
+    found = both(operands(small), operands(large))
+    for gradient, right in zip(found, (want[0], want[1], want[0]), strict=True):
+        assert_same(gradient, right)
+
+
+def pull_of(batch: Batch) -> Any:
+    x, ids, *rest, _ = map(jnp.asarray, batch)
+    op = layer.bind(backend="cuda")
+    return jax.vjp(lambda x, *rest: op(x, ids, *rest), x, *rest)[1]
+
+
+# One part without the one before it: its input never comes.
+@pytest.mark.parametrize(
+    ("part", "phase"),
+    [(32, "dispatch"), (64, "dgrad_down"), (128, "dgrad_down"), (8, "dgrad_gate_up")],
+)
+def test_a_wait_gives_up_and_names_its_phase(part: int, phase: str) -> None:
+    batch = random_batch((2048, 8, 16, 512, 512), "distinct")
+    expected = gradients(batch)
+    gradients(batch, launches=(part,), deadline_s=0.2)
+    message = rf"ABORTED.*gave up waiting for rank 0 after \d+ ms: phase {phase}, .*block \d+"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        gradients(batch)
+    assert_same(gradients(batch), expected)
+
+
+def test_experts_over_several_ranks_are_refused_before_any_launch() -> None:
+    dims = Dims(T=16, K=2, E=8, R=2, H=64, I=64)
+    batch = random_batch((16, 2, 4, 64, 64), "distinct")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNIMPLEMENTED.*on one GPU"):
+        jax.block_until_ready(launched(*operands(batch), dims=dims))
