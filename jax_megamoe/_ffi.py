@@ -20,6 +20,7 @@ from jax_megamoe.memory import (
     backward_results,
     check_backward_fits,
     check_fits,
+    cuda_devices,
     forward_results,
     gate_up_result,
     plan_results,
@@ -32,6 +33,9 @@ FORWARD = "jax_megamoe_forward"
 BACKWARD = "jax_megamoe_backward"
 
 AxisName = str | tuple[str, ...] | None
+
+# What cuda/host/device.cc asks of a device, too.
+KERNEL_COMPUTE_CAPABILITY = "9.0"
 
 # The parts of each launch, as in cuda/shared/part.h. Forward: dispatch, gate_up, down, combine.
 FUSED = (1 | 2 | 4 | 8,)
@@ -52,6 +56,19 @@ def extension() -> tuple[ModuleType | None, str]:
         return importlib.import_module(f"jax_megamoe.{name}"), ""
     except ImportError as error:
         return None, f"the CUDA part of jax_megamoe is not in this installation ({error})"
+
+
+def missing() -> str:
+    """What this process lacks to run the kernels; "" for nothing."""
+    module, reason = extension()
+    if module is None:
+        return reason
+    devices = cuda_devices()
+    others = [d for d in devices if d.compute_capability != KERNEL_COMPUTE_CAPABILITY]
+    if devices and not others:
+        return ""
+    found = f"JAX sees a {others[0].device_kind} too" if others else "JAX sees no CUDA device"
+    return f"the kernels run on H100, H200 and GH200 only; {found}"
 
 
 _registration_lock = threading.Lock()
@@ -235,10 +252,10 @@ def _operands(
 
 
 def _results(like: jax.Array, arrays: Sequence[ArraySize]):
-    return [_result(like, array.shape, array.dtype) for array in arrays]
+    return [result_type(like, array.shape, array.dtype) for array in arrays]
 
 
-def _result(like: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
+def result_type(like: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
     """The type of a result that varies over the same manual mesh axes as `like`.
 
     Inside shard_map a bare ShapeDtypeStruct has no such axes and fails under check_vma.
@@ -289,7 +306,7 @@ def wait_probe(
       int32 [1], 1 when the flag came and 0 when it did not; and the flag, int32 [1].
     """
     register()
-    word = _result(trigger, (1,), jnp.int32)
+    word = result_type(trigger, (1,), jnp.int32)
     call = jax.ffi.ffi_call(f"jax_megamoe_wait_probe_{report}", [word, word])
     came, flag = call(trigger, deadline_ns=np.int64(deadline_ns), release_ns=np.int64(release_ns))
     return came, flag

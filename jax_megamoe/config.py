@@ -36,8 +36,9 @@ class MegaMoEConfig:
       precision: "bf16" rounds operands and intermediates where the bf16 kernels do and accumulates
         in float32; "float32" rounds nowhere and exists in the reference backend only.
       activation: "swiglu", silu(x Wg) * (x Wu).
-      backend: "cuda" (the kernels), "reference" (pure JAX, any platform) or "auto",
-        which is the reference until the kernels have a backward.
+      backend: "cuda" (the kernels), "reference" (pure JAX, any platform) or "auto": the kernels in
+        a program that is lowered for CUDA, where `reason_for_reference` finds none, and else the
+        reference.
       save: what the forward keeps for the backward beside its inputs. "none": nothing, g = x Wg and
         u = x Wu are computed again. "gate_up": both, [P, 2I] of each rank, bf16 as the backward
         rounds them, so that gradients are the same bits (float32 with precision="float32"). Under

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -265,13 +265,17 @@ def _check_device(name: str, dims: Dims, arrays: Sequence[ArraySize], workspace_
         )
 
 
-def _cuda_memory_stats() -> list[dict[str, int]]:
-    """What the allocator of each local CUDA device says; empty without one."""
+def cuda_devices() -> list[Any]:
+    """The CUDA devices of this process; empty without one."""
     try:
-        devices = jax.local_devices(backend="cuda")
+        return jax.local_devices(backend="cuda")
     except RuntimeError:
         return []
-    return [device.memory_stats() or {} for device in devices]
+
+
+def _cuda_memory_stats() -> list[dict[str, int]]:
+    """What the allocator of each says."""
+    return [device.memory_stats() or {} for device in cuda_devices()]
 
 
 def _sum_bytes(arrays: Sequence[ArraySize]) -> int:

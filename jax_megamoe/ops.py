@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name_fwd
 
-from jax_megamoe import _ffi, reference
+from jax_megamoe import _backend
 from jax_megamoe._guard import guard
 from jax_megamoe._ids import after_check, canonical_ids, checked
 from jax_megamoe.config import Dims, MegaMoEConfig
@@ -172,8 +172,9 @@ def _forward(
     Returns y, counts and, with keep, g beside u, [P, 2I].
     """
     x, *rest = guard(*arrays, backend=config.backend)
-    forward = _ffi.forward_call if _is_cuda(config) else reference.forward
-    return forward(x, *rest, dims=dims, config=config, axis_name=axis_name, keep_gate_up=keep)
+    return _backend.forward(
+        x, *rest, dims=dims, config=config, axis_name=axis_name, keep_gate_up=keep
+    )
 
 
 def _evaluate(
@@ -206,28 +207,21 @@ def _mega_moe_bwd(
     cotangents: tuple[ArrayLike, object],
 ):
     arrays, kept = residuals
-    _, expert_idx, expert_weight, *weights = arrays
+    _, expert_idx, expert_weight, *_ = arrays
     (dy,) = guard(jnp.asarray(cotangents[0]), backend=config.backend)
     dy = after_check(dy, expert_idx) if config.debug_checks else dy
-    backward = _ffi.backward_call if _is_cuda(config) else reference.backward
     gate_up = kept[0] if kept else None
-    dx, dw, *dw_experts = backward(
+    dx, dw, *dw_experts = _backend.backward(
         dy, *arrays, dims=dims, config=config, axis_name=axis_name, gate_up=gate_up
     )
     no_gradient = np.zeros(expert_idx.shape, jax.dtypes.float0)
-    dw_experts = [d.astype(w.dtype) for d, w in zip(dw_experts, weights, strict=False)]
     if not config.trainable_experts:
-        dw_experts = [None] * len(weights)
+        dw_experts = [None] * 3
     return None, dx, no_gradient, dw.astype(expert_weight.dtype), *dw_experts
 
 
 _mega_moe = jax.custom_vjp(_evaluate, nondiff_argnums=(0, 1, 2))
 _mega_moe.defvjp(_mega_moe_fwd, _mega_moe_bwd)
-
-
-def _is_cuda(config: MegaMoEConfig) -> bool:
-    """Whether the kernels run; "auto" is the reference until the backward kernel exists."""
-    return config.backend == "cuda"
 
 
 def _varying_axes(a: Array) -> frozenset[str]:

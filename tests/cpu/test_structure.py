@@ -33,7 +33,7 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
 # Modules of jax_megamoe by which others they may import. Nothing imports the package itself, which
 # re-exports.
 _LEAVES = {"config", "validation", "_guard", "_ids", "plan", "memory", "reference", "_ffi"}
-_CALL = _LEAVES | {"ops", "sharding"}
+_CALL = _LEAVES | {"_backend", "ops", "sharding"}
 _MODULES = _CALL | {"router", "nnx"}
 PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
@@ -46,7 +46,8 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "reference": {"config"},
     "_ffi": {"config", "plan", "memory"},
     "router": {"config", "validation"},
-    "ops": _LEAVES,
+    "_backend": {"config", "reference", "_ffi"},
+    "ops": {"config", "validation", "_guard", "_ids", "_backend"},
     "sharding": _LEAVES | {"ops"},
     "nnx": _CALL | {"router"},
     "__init__": _MODULES,

@@ -1,0 +1,141 @@
+"""A pass of the layer by the kernels or by the reference, as the call asks.
+
+backend="auto" chooses when the program is lowered, by the platform that it is lowered for: until
+then the pass is one primitive, which remat policies see as they see a custom call.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_megamoe import _ffi, reference
+from jax_megamoe.config import KERNEL_MULTIPLE, Dims, MegaMoEConfig
+
+Array = jax.Array
+
+
+def reason_for_reference(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -> str:
+    """Why a call on a GPU of this process runs the reference; "" when it runs the kernels.
+
+    Args:
+      H: hidden size. I: intermediate size of an expert. R: ranks that share the experts.
+    """
+    if config.backend == "cuda":
+        return ""
+    refusals = {
+        'backend="reference" asks for it': config.backend == "reference",
+        f"the kernels have no precision {config.precision!r}": config.precision != "bf16",
+        f"the kernels do not keep save={config.save!r} yet": config.save != "none",
+        f"the kernels hold all experts on one GPU, here they are on {R}": R > 1,
+        f"H = {H} and I = {I} are not both multiples of {KERNEL_MULTIPLE}": (
+            H % KERNEL_MULTIPLE or I % KERNEL_MULTIPLE
+        ),
+    }
+    return next((why for why, holds in refusals.items() if holds), "") or _ffi.missing()
+
+
+def forward(
+    *arrays: Array,
+    dims: Dims,
+    config: MegaMoEConfig,
+    axis_name: str | None,
+    keep_gate_up: bool,
+) -> tuple[Array, ...]:
+    """As `reference.forward`, with the sums of the backend that runs."""
+    if _is_open(dims, config):
+        x, *_ = arrays
+        results = [
+            _ffi.result_type(x, (dims.T, dims.H), x.dtype),
+            _ffi.result_type(x, (dims.experts_per_rank,), jnp.int32),
+        ]
+        return _bind(_forward_on, arrays, results, dims, config)
+    run = _ffi.forward_call if config.backend == "cuda" else reference.forward
+    return run(*arrays, dims=dims, config=config, axis_name=axis_name, keep_gate_up=keep_gate_up)
+
+
+def backward(
+    *arrays: Array,
+    dims: Dims,
+    config: MegaMoEConfig,
+    axis_name: str | None,
+    gate_up: Array | None,
+) -> tuple[Array, ...]:
+    """As `reference.backward`, the gradients of the weights in their dtype."""
+    _, x, *_, w_gate, w_up, w_down = arrays
+    if _is_open(dims, config):
+        results = [
+            _ffi.result_type(x, (dims.T, dims.H), x.dtype),
+            _ffi.result_type(x, (dims.T, dims.K), jnp.float32),
+        ]
+        if config.trainable_experts:
+            results += [_ffi.result_type(x, w.shape, w.dtype) for w in (w_gate, w_up, w_down)]
+        return _bind(_backward_on, arrays, results, dims, config)
+    backend = "cuda" if config.backend == "cuda" else "reference"
+    return _backward_on(
+        backend, *arrays, dims=dims, config=config, axis_name=axis_name, gate_up=gate_up
+    )
+
+
+def _is_open(dims: Dims, config: MegaMoEConfig) -> bool:
+    """Whether the platform decides. Then R is 1, and no pass talks to another rank."""
+    is_auto = config.backend == "auto"
+    return is_auto and not reason_for_reference(config, H=dims.H, I=dims.I, R=dims.R)
+
+
+def _forward_on(backend: str, *arrays: Array, **options: Any) -> tuple[Array, ...]:
+    run = _ffi.forward_call if backend == "cuda" else reference.forward
+    return run(*arrays, **options)
+
+
+def _backward_on(backend: str, *arrays: Array, **options: Any) -> tuple[Array, ...]:
+    run = _ffi.backward_call if backend == "cuda" else reference.backward
+    dx, dw, *dw_experts = run(*arrays, **options)
+    weights = arrays[-len(dw_experts) :] if dw_experts else ()
+    return dx, dw, *(d.astype(w.dtype) for d, w in zip(dw_experts, weights, strict=True))
+
+
+_pass_p = Primitive("mega_moe_pass")
+_pass_p.multiple_results = True
+
+
+def _bind(
+    run: Callable[..., Any],
+    arrays: Sequence[Array],
+    results: Sequence[Any],
+    dims: Dims,
+    config: MegaMoEConfig,
+) -> tuple[Array, ...]:
+    """run(backend, *arrays, ...) with the backend of the platform; `results` are its types."""
+    params = {"run": run, "results": tuple(results), "dims": dims, "config": config}
+    return tuple(_pass_p.bind(*arrays, **params))
+
+
+@_pass_p.def_abstract_eval
+def _abstract_eval(*_: Any, results: tuple[Any, ...], **__: Any) -> list[Any]:
+    return list(results)
+
+
+@functools.cache
+def _compiled(**params: Any) -> Any:
+    return jax.jit(functools.partial(_pass_p.bind, **params))
+
+
+@_pass_p.def_impl
+def _impl(*arrays: Array, **params: Any) -> list[Array]:
+    return _compiled(**params)(*arrays)
+
+
+def _lower(
+    backend: str, ctx: Any, *arrays: Any, run: Any, dims: Dims, config: MegaMoEConfig, **_: Any
+) -> Any:
+    f = functools.partial(run, backend, dims=dims, config=config, axis_name=None)
+    return mlir.lower_fun(f, multiple_results=True)(ctx, *arrays)
+
+
+mlir.register_lowering(_pass_p, functools.partial(_lower, "reference"))
+mlir.register_lowering(_pass_p, functools.partial(_lower, "cuda"), platform="cuda")

@@ -1,0 +1,214 @@
+"""backend="auto": the kernels in a program for CUDA where they run, and the reference elsewhere.
+
+The machine is made to look as if nothing were missing; programs are then lowered for CUDA, or run
+on the CPU.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jax_megamoe import MegaMoEConfig, _ffi, mega_moe, reason_for_reference, sharded_mega_moe
+from tests import cases, compare, layer
+from tests.cases import BF16, F32, ROUTINGS, Batch
+from tests.lowering import count, lower_for_cuda
+
+T, K, E, H, I = 16, 2, 8, 64, 64
+ONE_EACH = {"forward": 1, "backward": 1}
+SIZES = {"H": H, "I": I}
+POLICIES = jax.checkpoint_policies
+
+
+def batch(*, hidden: int = H, dtype: np.dtype = F32) -> Batch:
+    ids = ROUTINGS["distinct"](tokens=T, choices=K, experts=E)
+    return cases.normal(ids, num_experts=E, hidden=hidden, intermediate=I, dtype=dtype)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ffi, "missing", lambda: "")
+
+
+def program(**options: Any) -> Any:
+    """y and the gradients of a batch, traced anew."""
+    return jax.jit(layer.results_and_pullback(functools.partial(mega_moe, **options)))
+
+
+def lower_for_cpu(f: Any, *args: Any) -> str:
+    return f.trace(*args).lower(lowering_platforms=("cpu",)).as_text()
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_the_platform_of_the_program_decides(dtype: np.dtype) -> None:
+    arrays = batch(dtype=dtype)
+    assert count(lower_for_cuda(program(), *arrays)) == ONE_EACH
+    assert "jax_megamoe" not in lower_for_cpu(program(), *arrays)
+    found = program()(*arrays)
+    right = program(backend="reference")(*arrays)
+    compare.assert_results_bitwise(found, right)
+    assert [a.dtype for a in found] == [a.dtype for a in right]
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_one_program_for_both_platforms_holds_both() -> None:
+    text = program().trace(*batch()).lower(lowering_platforms=("cuda", "cpu")).as_text()
+    for name in ("forward", "backward"):
+        assert text.count(f"@jax_megamoe_{name}") == 1
+    assert "stablehlo.case" in text and "stablehlo.dot_general" in text
+
+
+def test_elsewhere_it_is_the_reference() -> None:
+    assert _ffi.missing() != ""
+    assert lower_for_cuda(program(), *batch()) == lower_for_cuda(
+        program(backend="reference"), *batch()
+    )
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [
+        ({"save": "gate_up"}, H),
+        ({"precision": "float32"}, H),
+        ({"backend": "reference"}, H),
+        ({}, 96),
+    ],
+    ids=["save", "precision", "reference", "H"],
+)
+def test_what_the_kernels_do_not_take_is_the_reference(
+    options: dict[str, Any], hidden: int
+) -> None:
+    config = MegaMoEConfig(**options)
+    assert reason_for_reference(config, H=hidden, I=I) != ""
+    assert "jax_megamoe" not in lower_for_cuda(program(**options), *batch(hidden=hidden))
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_in_shard_map(num_ranks: int, check_vma: bool) -> None:
+    """Experts on one device: its kernels; on several: the reference."""
+    arrays = batch()
+    how = {"num_ranks": num_ranks, "check_vma": check_vma}
+    make = layer.compiled.__wrapped__
+    text = lower_for_cuda(make(**how), *arrays)
+    assert count(text) == ONE_EACH if num_ranks == 1 else "jax_megamoe" not in text
+    assert (reason_for_reference(MegaMoEConfig(), **SIZES, R=num_ranks) == "") == (num_ranks == 1)
+    right = layer.compiled(**how, backend="reference")(*arrays)
+    compare.assert_results_bitwise(make(**how)(*arrays), right)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_data_parallel_layers_are_the_kernels_of_each_device() -> None:
+    mesh = jax.make_mesh((4, 1), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x, ids, *rest, _ = map(jnp.asarray, batch())
+    entry = functools.partial(sharded_mega_moe, expert_axis="expert", data_axes=("data",))
+
+    def gradients(backend: str) -> Any:
+        def loss(x: Any, *rest: Any) -> Any:
+            y: Any = entry(x, ids, *rest, backend=backend)
+            return jnp.sum(jnp.square(y))
+
+        return jax.jit(jax.grad(loss, argnums=tuple(range(5))))
+
+    with jax.set_mesh(mesh):
+        counted = count(lower_for_cuda(gradients("auto"), x, *rest))
+        assert counted == {**ONE_EACH, "all_reduce": 3}
+        found, right = (gradients(backend)(x, *rest) for backend in ("auto", "reference"))
+    for a, b in zip(found, right, strict=True):
+        compare.assert_bitwise(a, b)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_without_jit_and_inside_a_shard_map_without_jit() -> None:
+    arrays = batch()[:6]
+    right = mega_moe(*arrays, backend="reference")
+    for _ in range(2):
+        compare.assert_bitwise(mega_moe(*arrays), right)
+    experts = PartitionSpec("expert")
+    op = functools.partial(mega_moe, axis_name="expert")
+    mapped = jax.shard_map(op, mesh=layer.expert_mesh(1), in_specs=experts, out_specs=experts)
+    compare.assert_bitwise(mapped(*arrays), right)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("nonlinear", [False, True])
+@pytest.mark.parametrize(
+    "policy", [None, POLICIES.everything_saveable, POLICIES.dots_saveable], ids=str
+)
+def test_remat_and_scan_treat_it_as_the_kernels(policy: Any, nonlinear: bool) -> None:
+    x, ids, w, *weights, _ = map(jnp.asarray, batch())
+    stack = [jnp.stack([a, -a]) for a in weights]
+
+    def gradients(backend: str) -> Any:
+        def block(x: Any, weights: Any) -> Any:
+            y: Any = mega_moe(jnp.tanh(x), ids, w, *weights, backend=backend)
+            return x + (jnp.tanh(y) if nonlinear else y), None
+
+        body = jax.checkpoint(block, policy=policy)
+        return jax.jit(jax.grad(lambda x, stack: jnp.sum(jax.lax.scan(body, x, stack)[0])))
+
+    right = count(lower_for_cuda(gradients("cuda"), x, stack))
+    assert right["backward"] == 1
+    assert count(lower_for_cuda(gradients("auto"), x, stack)) == right
+    found = gradients("auto")(x, stack)
+    compare.assert_bitwise(found, gradients("reference")(x, stack))
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_what_fits_no_gpu_still_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(*_: Any) -> None:
+        raise MemoryError("no GPU holds it")
+
+    monkeypatch.setattr(_ffi, "check_fits", check)
+    assert "jax_megamoe" not in lower_for_cpu(program(), *batch())
+    with pytest.raises(MemoryError, match="no GPU holds it"):
+        lower_for_cuda(program(), *batch())
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_refusals_stay() -> None:
+    x, ids, *rest = map(jnp.asarray, batch()[:6])
+
+    def op(x: Any) -> Any:
+        return mega_moe(x, ids, *rest)
+
+    with pytest.raises(NotImplementedError, match="vmap of mega_moe"):
+        jax.vmap(op)(x[None])
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.hessian(lambda x: jnp.sum(op(x)))(x)
+
+
+def device(capability: str, kind: str) -> Any:
+    return SimpleNamespace(compute_capability=capability, device_kind=kind)
+
+
+HOPPER, OTHER = device("9.0", "NVIDIA H200"), device("10.0", "NVIDIA B200")
+
+
+@pytest.mark.parametrize(
+    ("devices", "why"),
+    [
+        ([HOPPER, HOPPER], ""),
+        ([], "H100, H200 and GH200 only; JAX sees no CUDA device"),
+        ([HOPPER, OTHER], "H100, H200 and GH200 only; JAX sees a NVIDIA B200 too"),
+    ],
+)
+def test_reasons_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, devices: list[Any], why: str
+) -> None:
+    monkeypatch.setattr(_ffi, "extension", lambda: (SimpleNamespace(), ""))
+    monkeypatch.setattr(_ffi, "cuda_devices", lambda: devices)
+    assert reason_for_reference(MegaMoEConfig(), **SIZES).endswith(why)
+    assert (reason_for_reference(MegaMoEConfig(), **SIZES) == "") == (why == "")
+    monkeypatch.setattr(_ffi, "extension", lambda: (None, "no CUDA part"))
+    assert reason_for_reference(MegaMoEConfig(), **SIZES) == "no CUDA part"
+    assert reason_for_reference(MegaMoEConfig(backend="cuda"), **SIZES) == ""
