@@ -12,6 +12,7 @@ a CSV and a text sample below --out. Ctrl-C stops after the step in progress and
 """
 
 import argparse
+import dataclasses
 import math
 import pathlib
 import signal
@@ -25,6 +26,7 @@ from lm import data, report, training
 from lm.model import LanguageModel, ModelConfig, generate
 from tqdm import tqdm
 
+from jax_megamoe import reason_for_reference
 from jax_megamoe.config import BACKENDS, PRECISIONS, RANK_COUNTS, MegaMoEConfig
 
 HEAD_SIZE = 32
@@ -100,8 +102,6 @@ def check_sizes(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
             raise UsageError(f"{name} must be a multiple of {unit}, {meaning}, but it is {value}.")
     if args.seed < 0:
         raise UsageError(f"--seed must be at least 0, but it is {args.seed}.")
-    if args.backend == "cuda":
-        raise UsageError("--backend cuda cannot train yet: the kernels have no backward.")
     if args.choices > args.experts:
         raise UsageError(f"--choices {args.choices} must be at most --experts {args.experts}.")
 
@@ -118,6 +118,24 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         dtype=jax.numpy.bfloat16 if precision == "bf16" else jax.numpy.float32,
         moe=MegaMoEConfig(precision=precision, backend=args.backend),
     )
+
+
+def experts_run_on(config: ModelConfig, mesh: jax.sharding.Mesh) -> str:
+    """Which backend runs the experts, and why it is not the kernels.
+
+    Raises:
+      UsageError: the kernels are asked for and cannot run.
+    """
+    asked = config.moe.backend == "cuda"
+    moe = dataclasses.replace(config.moe, backend="auto") if asked else config.moe
+    reason = reason_for_reference(
+        moe, H=config.hidden, I=config.intermediate, R=mesh.shape["expert"]
+    )
+    if jax.default_backend() != "gpu":
+        reason = f"JAX runs on the {jax.default_backend()}"
+    if asked and reason:
+        raise UsageError(f"--backend cuda cannot run: {reason}.")
+    return f"the reference ({reason})" if reason else "the CUDA kernels"
 
 
 class StopRequest:
@@ -195,6 +213,7 @@ def run(args: argparse.Namespace) -> int:
     mesh = make_mesh(args)
     check_sizes(args, mesh)
     config = model_config(args)
+    backend = experts_run_on(config, mesh)
     if config.moe.precision == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
     corpus = data.load_corpus(args.data, args.seq + 1)
@@ -206,7 +225,8 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"text: {corpus.source}, {len(corpus.train):,} bytes to train on,"
         f" {len(corpus.held_out):,} held out\n"
-        f"mesh: {dict(mesh.shape)} on {jax.devices()[0].device_kind}, {config.moe.precision}",
+        f"mesh: {dict(mesh.shape)} on {jax.devices()[0].device_kind}, {config.moe.precision}\n"
+        f"experts: {backend}",
         flush=True,
     )
     rows: list[report.Row] = []

@@ -63,6 +63,7 @@ def test_a_run_learns_reports_and_writes_its_files(single):
     run, out = single
     assert run.returncode == 0, run.stderr
     assert "(3 files)" in run.stdout  # the binary one is left out
+    assert "experts: the reference (JAX runs on the cpu)" in run.stdout
     assert "held-out loss" in run.stdout and "unigram entropy" in run.stdout
     assert "tokens/s" in run.stderr
     losses = [float(row["train_loss"]) for row in rows(out)]
@@ -125,7 +126,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
         (["--devices", "4", "--expert-parallel", "3"], "--expert-parallel must be .* it is 3"),
         (["--expert-parallel", "0"], "--expert-parallel must be one of .* it is 0"),
         (["--seed", "-1"], "--seed must be at least 0, but it is -1"),
-        (["--backend", "cuda"], "--backend cuda cannot train yet"),
+        (["--backend", "cuda"], "--backend cuda cannot run: JAX runs on the cpu"),
         (["--choices", "5"], "--choices 5 must be at most --experts 4"),
         (["--steps", "0"], "--steps must be at least 1, but it is 0"),
     ],
