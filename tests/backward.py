@@ -59,6 +59,14 @@ def assert_same(found: Any, want: Any) -> None:
     assert len(found) == len(want)
 
 
+def with_gate(batch: Batch, gate: int) -> Batch:
+    """The batch with `gate` added to every pre-activation of the gate, roughly."""
+    x, w_gate = batch.x.copy(), batch.w_gate.copy()
+    x[:, 0] = 1
+    w_gate[:, 0] = gate
+    return batch._replace(x=x, w_gate=w_gate)
+
+
 @jax.jit
 def unfused_bf16(*arrays: Any) -> Any:
     """The five gradients of the layer as a few bf16 products and a float32 sum over the choices."""

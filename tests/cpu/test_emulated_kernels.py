@@ -6,11 +6,13 @@ small: half tiles and whole ones, odd and even numbers of tiles, more than one c
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
 from tests import cases, compare, emulated
+from tests.backward import errors_by_expert, unfused_bf16, with_gate
 from tests.cases import BF16, F32, ROUTINGS, Batch, Results
 
 # T, K, E, H, I and the routing.
@@ -68,6 +70,16 @@ def test_every_order_gives_the_same_bits_and_the_right_values(
         how: dict[str, Any] = {"seed": seed, "multiprocessors": multiprocessors}
         again = emulated.forward(batch, **how), *emulated.backward(batch, weight_dtype=F32, **how)
         compare.assert_results_bitwise(Results(*again), once)
+
+
+@pytest.mark.parametrize("gate", [0, -6])
+def test_error_of_every_expert_is_that_of_an_unfused_path(gate: int) -> None:
+    """For negative gates too, whose silu and silu' are small."""
+    batch = with_gate(normal((256, 1, 2, 128, 64), "distinct"), gate)
+    right, expert = cases.dense(batch), batch.expert_idx[:, 0]
+    ours = errors_by_expert(emulated.backward(batch), right, expert)
+    theirs = errors_by_expert(unfused_bf16(*map(jnp.asarray, batch)), right, expert)
+    assert (ours <= 1.05 * theirs).all(), f"{ours} against {theirs}"
 
 
 def test_frozen_experts_change_nothing_else() -> None:

@@ -19,6 +19,7 @@ from tests.backward import (
     launched,
     operands,
     unfused_bf16,
+    with_gate,
 )
 from tests.cases import BF16, F32, ROUTINGS, Batch, Results
 from tests.forward import SIZES, dims_of, poison_free_memory, random_batch
@@ -85,9 +86,13 @@ def test_a_route_of_weight_zero_has_its_gradient(weights: list[int]) -> None:
     assert_exact(found, cases.oracle_results(batch))
 
 
-def test_error_of_every_expert_is_that_of_an_unfused_path() -> None:
-    """One expert a token, so that a token's error is its expert's."""
-    batch = random_batch((4096, 1, 16, 512, 256), "distinct")
+@pytest.mark.parametrize("gate", [0, 4, -4, -6])
+def test_error_of_every_expert_is_that_of_an_unfused_path(gate: int) -> None:
+    """One expert a token, so that a token's error is its expert's.
+
+    gate: the mean of the gates. silu' of negative ones is small, but as precise as of others.
+    """
+    batch = with_gate(random_batch((4096, 1, 16, 512, 256), "distinct"), gate)
     right, expert = cases.dense(batch), batch.expert_idx[:, 0]
     ours = errors_by_expert(gradients(batch), right, expert)
     theirs = errors_by_expert(unfused_bf16(*map(jnp.asarray, batch)), right, expert)
@@ -276,6 +281,39 @@ def test_a_wait_gives_up_and_names_its_phase(part: int, phase: str) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         gradients(batch)
     assert_same(gradients(batch), expected)
+
+
+@pytest.mark.parametrize("deadline_us", [1, 50, 200, 800])
+def test_a_wait_gives_up_in_the_middle(deadline_us: int) -> None:
+    """Waits that are no fault last longer: some blocks stop while others multiply and sum."""
+    batch = random_batch((16384, 8, 32, 1024, 512), "distinct")
+    arrays, dims = operands(batch), dims_of(batch)
+    expected = gradients(batch)
+    faults = 0
+    for _ in range(30):
+        try:
+            jax.block_until_ready(launched(*arrays, dims=dims, deadline_s=deadline_us * 1e-6))
+        except jax.errors.JaxRuntimeError as error:  # of the call before
+            assert "gave up waiting" in str(error)
+            faults += 1
+    assert faults > 0
+    try:
+        gradients(batch)
+    except jax.errors.JaxRuntimeError as error:
+        assert "gave up waiting" in str(error)
+    assert_same(gradients(batch), expected)
+
+
+@pytest.mark.parametrize("save", ["none", "gate_up"])
+def test_auto_is_the_kernels_where_they_take_the_call(save: str) -> None:
+    """They cannot keep g and u yet: such a call is the reference."""
+    batch = random_batch(SIZES[3], "distinct")
+    auto = layer.compiled(save=save)
+    text = auto.trace(*batch).lower().as_text()
+    for name in ("forward", "backward"):
+        assert text.count(f"@jax_megamoe_{name}") == (save == "none")
+    if save == "none":
+        compare.assert_results_bitwise(auto(*batch), layer.run(batch, backend="cuda"))
 
 
 def test_experts_over_several_ranks_are_refused_before_any_launch() -> None:

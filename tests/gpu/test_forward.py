@@ -12,6 +12,7 @@ from jax_megamoe import _ffi, mega_moe
 from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
 from jax_megamoe.plan import forward_steps, make_plan
 from tests import cases, compare
+from tests.backward import with_gate
 from tests.cases import BF16, F32, ROUTINGS, Batch
 from tests.forward import (
     SIZES,
@@ -57,9 +58,7 @@ def test_error_of_every_expert_is_that_of_an_unfused_path(gate: int) -> None:
 
     gate: the mean of the gates. silu of negative ones is small, but as precise as of others.
     """
-    batch = random_batch((4096, 1, 16, 512, 256), "distinct")
-    batch.x[:, 0] = 1
-    batch.w_gate[:, 0] = gate
+    batch = with_gate(random_batch((4096, 1, 16, 512, 256), "distinct"), gate)
     right = cases.dense(batch).y
     found = np.asarray(forward(*operands(batch))[0], np.float64)
     unfused = unfused_bf16(batch)
