@@ -89,6 +89,7 @@ def _run(
     launches: tuple[int, ...] | None = None,
     multiprocessors: int = 4,
     seed: int = 0,
+    has_failed: bool = False,
 ) -> list[np.ndarray]:
     """Runs one call.
 
@@ -96,6 +97,7 @@ def _run(
       launches: as for the custom calls; None: fused.
       multiprocessors: the blocks of the kernel, all resident.
       seed: of the order in which everything happens.
+      has_failed: every wait gives up soon, as after the first one of a call that did.
     """
     plan = make_plan(batch.expert_idx[None], dims, 0, steps)
     if launches is None:
@@ -103,7 +105,14 @@ def _run(
     is_float = results[-1][1] == F32
     header = [dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks, len(plan.row_slot)]
     header += [len(plan.items), len(plan.waves), is_backward, len(steps), is_float]
-    header += [multiprocessors, seed, len(launches), *launches, *[0] * (8 - len(launches))]
+    header += [
+        multiprocessors,
+        seed,
+        has_failed,
+        len(launches),
+        *launches,
+        *[0] * (8 - len(launches)),
+    ]
     weights = [a.astype(BF16) for a in (batch.w_gate, batch.w_up, batch.w_down)]
     arrays = [np.array(header, np.int32), *plan, batch.expert_idx.astype(np.int32)]
     arrays += [batch.expert_weight.astype(F32), batch.x.astype(BF16), *weights]

@@ -2,7 +2,6 @@
 // launched.
 #pragma once
 
-#include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "roles/combine.cuh"
@@ -38,11 +37,11 @@ struct Skeleton {
     if (group == 0) {
       ptx::GiveRegisters<Steps::kServiceRegisters>();
       Serve(shared, maps, p, warp);
-      LeaveTogether(p.wait);
+      ptx::ClusterSync();  // the peer may still arrive here
     } else {
       ptx::TakeRegisters<Steps::kMultiplyRegisters>();
       MultiplyThenHelp(shared, p, group - 1, warp - kGroupThreads / kWarpThreads);
-      LeaveTogether(p.wait);
+      ptx::ClusterSync();
     }
   }
 
@@ -59,8 +58,7 @@ struct Skeleton {
         DispatchRole<Steps>(shared, p, comm_warp).Run();
         ZeroUnrouted<Steps>(p, blockIdx.x * kCombineWarps + comm_warp, gridDim.x * kCombineWarps);
       }
-      // Pieces become batches: nothing may be on its way into them.
-      if ((p.parts & kCombine) && !HasFailed(p.wait)) {
+      if (p.parts & kCombine) {
         const int first = comm_warp * kCombineBatches;
         CombineRole<Steps, kCombineBatches>(p, shared.combine + first,
                                             AddressOf(shared.batch_full, first))
@@ -72,15 +70,13 @@ struct Skeleton {
   // The products of one warpgroup, then a share of the sums that are left.
   static __device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const Params& p,
                                                           int consumer, int consumer_warp) {
-    bool came = true;
-    if (p.parts & Steps::kProductParts) came = MultiplyRole<Steps>(shared, p, consumer).Run();
+    if (p.parts & Steps::kProductParts) MultiplyRole<Steps>(shared, p, consumer).Run();
     if (p.parts & kCombine) {
       // The stages become batches: no product may read them any more. Nor does the peer copy into
-      // them: this block's products have waited for all its copies, unless a wait gave up.
+      // them: this block's products have waited for all its copies.
       __syncwarp();
       if (ptx::ElectOne()) ptx::BarrierArrive(AddressOf(shared.products_end, 0));
-      came &= BarrierWait(AddressOf(shared.products_end, 0), 0, p.wait) && !HasFailed(p.wait);
-      if (!__all_sync(kAllLanes, came)) return;
+      ptx::BarrierWait(AddressOf(shared.products_end, 0), 0);
       const int first = consumer_warp * kHelperBatches;
       CombineRole<Steps, kHelperBatches>(p, reinterpret_cast<Batch*>(shared.stages) + first,
                                          AddressOf(shared.batch_full, kAllCombineBatches + first))

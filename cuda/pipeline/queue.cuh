@@ -5,7 +5,6 @@
 // wait for nobody: the kernel finishes with any number of resident pairs.
 #pragma once
 
-#include "comm/wait.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "shared/plan.h"
 
@@ -76,10 +75,10 @@ __device__ __forceinline__ TileItem ReadItem(SharedMemory& shared, uint32_t slot
 // Walks the items of the pair until the last one, or until the call has failed. Each warp of the
 // multiply and store roles has its own walk; `f` gets the block's part of the item.
 template <typename F>
-__device__ __forceinline__ void ForEachItem(SharedMemory& shared, const WaitContext& wait, F f) {
+__device__ __forceinline__ void ForEachItem(SharedMemory& shared, F f) {
   RingPosition<kItemSlots> slot;
   for (;;) {
-    if (!BarrierWaitOfWarp(AddressOf(shared.item_full, slot.index), slot.parity, wait)) return;
+    ptx::BarrierWait(AddressOf(shared.item_full, slot.index), slot.parity);
     const TileItem item = ReadItem(shared, slot.index);
     slot.Advance();
     if (item.step == kNoMoreItems) return;

@@ -1,10 +1,9 @@
-// The staging buffers of a consumer, as it fills them, and whether all that it waited for came.
+// The staging buffers of a consumer, as it fills them.
 //
 // A chunk is 64 rows x 128 bytes with the 128-byte swizzle, in which the index of a 16-byte column
 // is xor-ed with the row: what a TMA store reads. Chunks take the buffers in turn.
 #pragma once
 
-#include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "ptx/wgmma.cuh"
@@ -13,25 +12,17 @@ namespace megamoe {
 
 class Staging {
  public:
-  __device__ __forceinline__ Staging(SharedMemory& shared, int consumer, const WaitContext& wait)
+  __device__ __forceinline__ Staging(SharedMemory& shared, int consumer)
       : full_(AddressOf(shared.staging_full[consumer], 0)),
         empty_(AddressOf(shared.staging_empty[consumer], 0)),
-        buffers_(AddressOf(shared.staging[consumer], 0)),
-        wait_(wait) {}
-
-  // Waits for a barrier, of whatever the consumer needs. When one wait has given up, no buffer is
-  // handed on any more.
-  __device__ __forceinline__ void WaitFor(uint32_t barrier, uint32_t parity) {
-    came_ &= BarrierWait(barrier, parity, wait_);
-  }
-  __device__ __forceinline__ bool came() const { return came_; }
+        buffers_(AddressOf(shared.staging[consumer], 0)) {}
 
   // Waits until the buffer of the chunk has been stored; the chunks of an item come in order, and a
   // buffer is closed before the next is opened: the store warp frees one when it gets the next.
   __device__ __forceinline__ void Open(int chunk) {
     const uint32_t buffer = chunk % kStagingBuffers;
     Delay(DelaySite::kMultiply, chunk + 4 * turns_);
-    WaitFor(empty_ + buffer * sizeof(uint64_t), (turns_ >> buffer & 1) ^ 1);
+    ptx::BarrierWait(empty_ + buffer * sizeof(uint64_t), (turns_ >> buffer & 1) ^ 1);
     turns_ ^= 1u << buffer;
   }
 
@@ -58,7 +49,7 @@ class Staging {
     const uint32_t buffer = chunk % kStagingBuffers;
     ptx::FenceAsyncShared();
     __syncwarp();
-    if (threadIdx.x % kWarpThreads == 0 && came_) {
+    if (threadIdx.x % kWarpThreads == 0) {
       ptx::BarrierArrive(full_ + buffer * sizeof(uint64_t));
     }
   }
@@ -76,9 +67,7 @@ class Staging {
   const uint32_t full_;
   const uint32_t empty_;
   const uint32_t buffers_;
-  const WaitContext& wait_;
   uint32_t turns_ = 0;  // a parity bit for each buffer
-  bool came_ = true;    // whatever was waited for
 };
 
 }  // namespace megamoe

@@ -37,34 +37,15 @@ __device__ __forceinline__ void BarrierArriveExpect(uint32_t barrier, uint32_t b
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Waits for the phase. Gives up, and returns false, when it looks at *word, once in 64 tries, and
-// finds `value`.
-//
-// One loop of instructions: with a way out of the kernel in it, or a call, the compiler would not
-// let two matrix products be on their way at once.
-__device__ __forceinline__ bool BarrierWaitUnless(uint32_t barrier, uint32_t parity,
-                                                  const uint32_t* word, uint32_t value) {
-  uint32_t done;
+__device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
-      ".reg .pred done, more;\n"
-      ".reg .u32 tries, found;\n"
-      "mov.u32 tries, 0;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "@done bra end;\n"
-      "add.u32 tries, tries, 1;\n"
-      "and.b32 found, tries, 63;\n"
-      "setp.ne.u32 more, found, 0;\n"
-      "@more bra again;\n"
-      "ld.relaxed.gpu.u32 found, [%3];\n"
-      "setp.ne.u32 more, found, %4;\n"
-      "@more bra again;\n"
-      "end: selp.u32 %0, 1, 0, done;\n"
-      "}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity), "l"(word), "r"(value)
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
       : "memory");
-  return done != 0;
 }
 // Whether the phase is complete; does not wait.
 __device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {

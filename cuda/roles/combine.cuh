@@ -42,7 +42,8 @@ class CombineRole {
     NextToken();
     for (;;) {
       while (num_in_flight_ < kNumBatches && token_ >= 0 && RowsAreReady()) IssueBatch();
-      if (num_in_flight_ == 0 || !SumBatch()) return;
+      if (num_in_flight_ == 0) return;
+      SumBatch();
     }
   }
 
@@ -151,14 +152,14 @@ class CombineRole {
   }
 
   // Whether the rows of the current token are complete. Waits for it only when nothing else is to
-  // do, and is then false when the call has failed.
+  // do.
   __device__ __forceinline__ bool RowsAreReady() {
     if (is_ready_) return true;
     const int tile = max(row_, 0) / kTileRows;
     const Flag flag = Steps::RowsDone(p_, tile);
     if (!__all_sync(kAllLanes, row_ < 0 || IsRaised(flag))) {
       if (num_in_flight_ > 0) return false;
-      if (!WaitForFlags(row_ >= 0, flag, /*pause_ns=*/200, p_.wait, -1, tile)) return false;
+      WaitForFlags(row_ >= 0, flag, /*pause_ns=*/200, p_.wait, -1, tile);
     }
     ptx::FenceAsyncGlobal();  // written by TMA; each lane copies the row it looked after
     is_ready_ = true;
@@ -204,11 +205,11 @@ class CombineRole {
     if (column_ == p_.H) NextToken();
   }
 
-  // Sums the oldest batch; false when its rows did not come.
-  __device__ __forceinline__ bool SumBatch() {
+  // Sums the oldest batch.
+  __device__ __forceinline__ void SumBatch() {
     const TraceScope trace(p_.trace, kCombine, lane_ == 0);
     const uint32_t barrier = batch_full_ + sum_ * sizeof(uint64_t);
-    if (!BarrierWaitOfWarp(barrier, sum_parity_, p_.wait)) return false;
+    ptx::BarrierWait(barrier, sum_parity_);
     const Batch& batch = batches_[sum_];
     Delay(DelaySite::kCombine, ~batch.token);
     const int num_rows = batch.num_rows;
@@ -229,7 +230,6 @@ class CombineRole {
       sum_parity_ ^= 1;
     }
     --num_in_flight_;
-    return true;
   }
 
   const Params& p_;

@@ -11,7 +11,6 @@
 // registers, 16 bytes a lane, a row took 2.3 us of a warp and the products waited for rows.
 #pragma once
 
-#include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
@@ -75,7 +74,7 @@ class DispatchRole {
     int first = Claim();
     int next = Claim();
     Slots slots = ReadSlots(first, num_rows);
-    while (first < num_rows && came_) {
+    while (first < num_rows) {
       const int after = Claim();
       const Slots next_slots = ReadSlots(next, num_rows);
       CopyRows(first, slots);
@@ -83,7 +82,7 @@ class DispatchRole {
       next = after;
       slots = next_slots;
     }
-    while (num_stored_ < num_loaded_ && came_) StoreOldest();
+    while (num_stored_ < num_loaded_) StoreOldest();
     ptx::StoreWaitAll();
     PublishUpTo(num_stored_);
   }
@@ -162,7 +161,6 @@ class DispatchRole {
   __device__ __forceinline__ void LoadPiece(const uint4* from, uint4* to, int columns,
                                             int end_of_tile) {
     if (num_loaded_ - num_stored_ == kLoading) StoreOldest();
-    if (!came_) return;
     // The piece's last store has read it when all but the kStoring - 1 latest have.
     ptx::StoreWaitRead<static_cast<int>(kStoring) - 1>();
     const uint32_t piece = num_loaded_ % kNumPieces;
@@ -177,8 +175,7 @@ class DispatchRole {
   __device__ __forceinline__ void StoreOldest() {
     const uint32_t piece = num_stored_ % kNumPieces;
     const uint32_t barrier = piece_full_ + piece * sizeof(uint64_t);
-    came_ = BarrierWait(barrier, num_stored_ / kNumPieces % 2, p_.wait);
-    if (!came_) return;
+    ptx::BarrierWait(barrier, num_stored_ / kNumPieces % 2);
     Delay(DelaySite::kDispatch, num_stored_);
     const PieceEnd& end = ends_[num_stored_ % kPieceEnds];
     ptx::BulkStore(end.to, pieces_ + piece * kPieceBytes, end.bytes);
@@ -208,7 +205,6 @@ class DispatchRole {
   uint32_t num_loaded_ = 0;
   uint32_t num_stored_ = 0;
   uint32_t num_published_ = 0;
-  bool came_ = true;  // whatever was waited for
 };
 
 }  // namespace megamoe

@@ -32,32 +32,29 @@ class LoadRole {
   __device__ LoadRole(SharedMemory& shared, const Maps& maps, const Params& params)
       : shared_(shared), maps_(maps), p_(params), rank_(ptx::ClusterRank()), queue_(params) {}
 
-  // Ends when a wait gives up: then nothing may be copied any more, least of all to the peer.
   __device__ void Run() {
     ExpectItem();
     if (rank_ == 0) {
       queue_.Claim();
-      if (!AnnounceNext()) return;
+      AnnounceNext();
     }
     bool ready = false;
     for (;;) {
-      if (!BarrierWaitOfWarp(AddressOf(shared_.item_full, slot_.index), slot_.parity, p_.wait))
-        return;
+      ptx::BarrierWait(AddressOf(shared_.item_full, slot_.index), slot_.parity);
       TileItem item = ReadItem(shared_, slot_.index);
       slot_.Advance();
       if (item.step == kNoMoreItems) return;
       ExpectItem();
       int num_k_blocks = 0;
       Steps::With(item.step, [&]<typename Step>() {
-        if (!ready) ready = WaitForInput<Step>(item);
+        if (!ready) WaitForInput<Step>(item);
         num_k_blocks = Step::Products::NumKBlocks(p_, item);
         item.expert_row = Step::ExpertRow(p_, item);
       });
-      if (!ready) return;
       // What the flag announces was written through the generic proxy or by another block's TMA.
       ptx::FenceAsyncGlobal();
       __syncwarp();
-      if (!LoadItem(item, num_k_blocks, &ready)) return;
+      ready = LoadItem(item, num_k_blocks);
     }
   }
 
@@ -70,26 +67,23 @@ class LoadRole {
   template <typename Product>
   static constexpr uint32_t kBytesB = Product::kColumns * kBlockK * 2;
 
-  // Loads the item in three parts, with the announcement and the poll of the next between them;
-  // false when a wait gave up. next_ready: what the poll found.
-  __device__ __forceinline__ bool LoadItem(const TileItem& item, int num_k_blocks,
-                                           bool* next_ready) {
+  // Loads the item in three parts, with the announcement and the poll of the next between them.
+  // Returns what the poll found.
+  __device__ __forceinline__ bool LoadItem(const TileItem& item, int num_k_blocks) {
+    bool next_ready = false;
     int from = 0;
 #pragma unroll 1
     for (int part = 0; part < 3; ++part) {
       // Of an item that is too short, everything.
       const int ahead = part == 0 ? kAnnounceAhead : part == 1 ? kPollAhead : 0;
       const int to = num_k_blocks > ahead ? num_k_blocks - ahead : num_k_blocks;
-      bool loaded = false;
-      Steps::With(item.step, [&]<typename Step>() {
-        loaded = LoadBlocks(typename Step::Products(), item, from, to);
-      });
-      if (!loaded) return false;
+      Steps::With(item.step,
+                  [&]<typename Step>() { LoadBlocks(typename Step::Products(), item, from, to); });
       from = max(from, to);
-      if (part == 0 && rank_ == 0 && !AnnounceNext()) return false;
-      if (part == 1) *next_ready = PollNext();
+      if (part == 0 && rank_ == 0) AnnounceNext();
+      if (part == 1) next_ready = PollNext();
     }
-    return true;
+    return next_ready;
   }
 
   __device__ __forceinline__ void ExpectItem() {
@@ -100,26 +94,24 @@ class LoadRole {
   }
 
   // Writes the next item into the rings of both blocks, a lane each.
-  __device__ __forceinline__ bool AnnounceNext() {
+  __device__ __forceinline__ void AnnounceNext() {
     const PairItem item = queue_.Next();
     Delay(DelaySite::kLoad, ~item.row);
     const uint32_t slot = slot_.index;
-    if (!BarrierWaitOfWarp(AddressOf(shared_.item_empty, slot), slot_.parity ^ 1, p_.wait))
-      return false;
+    ptx::BarrierWait(AddressOf(shared_.item_empty, slot), slot_.parity ^ 1);
     const uint32_t lane = threadIdx.x % kWarpThreads;
     if (lane < kPairBlocks) {
       ptx::StoreAt(AddressOf(shared_.items, slot), AddressOf(shared_.item_full, slot), lane,
                    __builtin_bit_cast(uint4, item));
     }
     __syncwarp();
-    return true;
   }
 
   template <typename Step>
-  __device__ __forceinline__ bool WaitForInput(const TileItem& item) {
+  __device__ __forceinline__ void WaitForInput(const TileItem& item) {
     const TraceScope trace(p_.trace, kTraceWait | Step::kPart, threadIdx.x % kWarpThreads == 0);
-    return WaitForFlags(true, Step::Input(p_, item), /*pause_ns=*/32, p_.wait, item.expert,
-                        item.row / kTileRows);
+    WaitForFlags(true, Step::Input(p_, item), /*pause_ns=*/32, p_.wait, item.expert,
+                 item.row / kTileRows);
   }
 
   // Whether the next item is there and what it reads is ready.
@@ -135,24 +127,22 @@ class LoadRole {
   // The K-blocks [from, to) of all products together, in a loop for each product: with two kinds of
   // copies in one, the smaller blocks would be bound by the instructions of this warp.
   template <typename... All>
-  __device__ __forceinline__ bool LoadBlocks(ProductList<All...>, const TileItem& item, int from,
+  __device__ __forceinline__ void LoadBlocks(ProductList<All...>, const TileItem& item, int from,
                                              int to) {
     int before = 0;
-    return (LoadBlocks<All>(item, from, to, &before) && ...);
+    (LoadBlocks<All>(item, from, to, &before), ...);
   }
 
   // before: K-blocks of the products before this one, which it adds its own to.
   template <typename Product>
-  __device__ __forceinline__ bool LoadBlocks(const TileItem& item, int from, int to, int* before) {
+  __device__ __forceinline__ void LoadBlocks(const TileItem& item, int from, int to, int* before) {
     const int num_k_blocks = Product::NumKBlocks(p_, item);
     const int end = min(to - *before, num_k_blocks);
 #pragma unroll 1
     for (int k = max(from - *before, 0); k < end; ++k) {
       const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index);
       Delay(DelaySite::kLoad, item.row * 64 + k);
-      if (!BarrierWaitOfWarp(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1,
-                             p_.wait))
-        return false;
+      ptx::BarrierWait(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1);
       if (ptx::ElectOne()) {
         ptx::BarrierArriveExpect(barrier, kStageABytes + kBytesB<Product>);
         LoadStage<Product>(item, k, AddressOf(shared_.stages, stage_.index), barrier);
@@ -161,7 +151,6 @@ class LoadRole {
       stage_.Advance();
     }
     *before += num_k_blocks;
-    return true;
   }
 
   // This block's share of a stage: what its own products read alone, and half of what both read.

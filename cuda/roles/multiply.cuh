@@ -7,7 +7,6 @@
 // threads    two warpgroups, 64 rows of the tile each
 #pragma once
 
-#include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/products.cuh"
 #include "pipeline/queue.cuh"
@@ -25,12 +24,11 @@ class MultiplyRole {
 
  public:
   __device__ MultiplyRole(SharedMemory& shared, const Params& params, int consumer)
-      : shared_(shared), p_(params), consumer_(consumer), staging_(shared, consumer, params.wait) {}
+      : shared_(shared), p_(params), consumer_(consumer), staging_(shared, consumer) {}
 
-  // Returns false when a wait gave up.
-  __device__ bool Run() {
+  __device__ void Run() {
     if constexpr (Steps::kKeepsAccumulators) Clear(acc_);
-    ForEachItem(shared_, p_.wait, [&](const TileItem& item) {
+    ForEachItem(shared_, [&](const TileItem& item) {
       Steps::With(item.step, [&]<typename Step>() {
         const bool is_recorder = consumer_ == 0 && item.num_consumers > 0 && IsThread0();
         const TraceScope trace(p_.trace, Step::kPart, is_recorder);
@@ -42,7 +40,6 @@ class MultiplyRole {
         }
       });
     });
-    return staging_.came();
   }
 
  private:
@@ -55,19 +52,17 @@ class MultiplyRole {
     for (int i = 0; i < kAccumulators; ++i) acc[i] = 0;
   }
 
-  // Tells both blocks of the pair, a lane each: either may copy into the stage of both. A stage
-  // that did not come is kept: its copies may still be on their way.
+  // Tells both blocks of the pair, a lane each: either may copy into the stage of both.
   __device__ __forceinline__ void ReleaseStage(uint32_t stage) {
     const uint32_t lane = threadIdx.x % kWarpThreads;
-    if (lane < kPairBlocks && staging_.came())
-      ptx::BarrierArriveAt(AddressOf(shared_.stage_empty, stage), lane);
+    if (lane < kPairBlocks) ptx::BarrierArriveAt(AddressOf(shared_.stage_empty, stage), lane);
   }
 
   // The consumer's half of the tile is all pads: only the stages are handed back.
   __device__ __forceinline__ void Skip(int num_k_blocks) {
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
-      staging_.WaitFor(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
+      ptx::BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
       ReleaseStage(stage_.index);
       stage_.Advance();
     }
@@ -129,7 +124,7 @@ class MultiplyRole {
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
-      staging_.WaitFor(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
+      ptx::BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
       const uint32_t address = AddressOf(shared_.stages, stage_.index);
       const uint64_t a = ptx::TileDescriptor<kA>(address + consumer_ * ptx::kChunkBytes);
       const uint64_t b = ptx::TileDescriptor<kB>(address + kStageABytes);

@@ -8,7 +8,6 @@
 //            that published would wait for its own stores before the next product.
 #pragma once
 
-#include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
@@ -26,8 +25,8 @@ class StoreRole {
       : shared_(shared), maps_(maps), p_(params) {}
 
   __device__ void Run() {
-    ForEachItem(shared_, p_.wait, [&](const TileItem& item) {
-      Steps::With(item.step, [&]<typename Step>() { came_ = came_ && StoreItem<Step>(item); });
+    ForEachItem(shared_, [&](const TileItem& item) {
+      Steps::With(item.step, [&]<typename Step>() { StoreItem<Step>(item); });
     });
     // Nobody in this call waits for what is not published.
     if (ptx::ElectOne()) ptx::StoreWaitAll();
@@ -35,9 +34,8 @@ class StoreRole {
   }
 
  private:
-  // False when a chunk did not come.
   template <typename Step>
-  __device__ __forceinline__ bool StoreItem(const TileItem& item) {
+  __device__ __forceinline__ void StoreItem(const TileItem& item) {
     uint32_t previous = 0;  // address of the barrier of the buffer stored before
 #pragma unroll 1
     for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
@@ -46,7 +44,7 @@ class StoreRole {
         const uint32_t buffer = chunk % kStagingBuffers;
         const uint32_t turn = consumer * kStagingBuffers + buffer;
         const uint32_t barrier = AddressOf(shared_.staging_full[consumer], buffer);
-        if (!BarrierWaitOfWarp(barrier, turns_ >> turn & 1, p_.wait)) return false;
+        ptx::BarrierWait(barrier, turns_ >> turn & 1);
         turns_ ^= 1u << turn;
         Delay(DelaySite::kStore, item.row * 64 + item.n * 8 + chunk * 2 + consumer);
         if (ptx::ElectOne()) {
@@ -60,7 +58,7 @@ class StoreRole {
         previous = AddressOf(shared_.staging_empty[consumer], buffer);
       }
     }
-    if (previous == 0) return true;  // no tile
+    if (previous == 0) return;  // no tile
     // The same lane issued every store: elect.sync picks it again while the warp is converged.
     if (ptx::ElectOne()) {
       ptx::StoreWaitRead<0>();
@@ -73,14 +71,12 @@ class StoreRole {
       }
     }
     __syncwarp();
-    return true;
   }
 
   SharedMemory& shared_;
   const Maps& maps_;
   const Params& p_;
   uint32_t turns_ = 0;  // a parity bit for each staging buffer
-  bool came_ = true;    // whatever was waited for
 };
 
 }  // namespace megamoe

@@ -43,7 +43,7 @@ struct WaitContext {
   FaultPage* page;  // device address
   // In device memory, one for the device, whose calls run one at a time, since XLA has one stream
   // for them: the epoch of the last call whose wait gave up. Written by the first thread that gives
-  // up; polled by the other waits of the call, which then leave without a record.
+  // up; polled by the other waits of the call, which then give up without a record.
   uint32_t* failed_epoch;
   uint64_t deadline_ns;  // of each wait, from its start
   uint32_t epoch;

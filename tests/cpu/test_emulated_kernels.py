@@ -82,6 +82,18 @@ def test_error_of_every_expert_is_that_of_an_unfused_path(gate: int) -> None:
     assert (ours <= 1.05 * theirs).all(), f"{ours} against {theirs}"
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("size", "routing"), CASES[:5], ids=IDS[:5])
+def test_a_call_that_has_failed_ends(size: tuple[int, ...], routing: str, seed: int) -> None:
+    """Its waits come back early or, for the parts without the one before, always in vain."""
+    batch = normal(size, routing)
+    how: dict[str, Any] = {"seed": seed, "has_failed": True}
+    for parts in (_ffi.FUSED, *((part,) for part in _ffi.UNFUSED)):
+        assert emulated.forward(batch, launches=parts, **how).shape == batch.x.shape
+    for parts in (_ffi.BACKWARD_FUSED, *((part,) for part in _ffi.BACKWARD_UNFUSED)):
+        assert emulated.backward(batch, launches=parts, **how)[0].shape == batch.x.shape
+
+
 def test_frozen_experts_change_nothing_else() -> None:
     batch = normal(*CASES[2])
     dx, dw = emulated.backward(batch, trainable=False)

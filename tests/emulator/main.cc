@@ -19,7 +19,7 @@ namespace {
 struct Header {
   int32_t T, K, E, H, I, num_blocks, pool_rows, num_items, num_waves;
   int32_t is_backward, num_steps, float_gradients;
-  int32_t multiprocessors, seed, num_launches;
+  int32_t multiprocessors, seed, has_failed, num_launches;
   int32_t launches[8];
 };
 
@@ -64,7 +64,9 @@ class Results {
 
 LayerCall ReadLayer(FILE* file, const Header& h, const int64_t* launches) {
   static megamoe::FaultPage page;
+  constexpr uint32_t kEpoch = 1;
   static uint32_t failed_epoch;
+  if (h.has_failed != 0) failed_epoch = kEpoch;
   LayerCall call = {};
   call.plan.dims = {h.T, h.K, h.E, 1};
   call.plan.num_steps = h.num_steps;
@@ -84,7 +86,7 @@ LayerCall ReadLayer(FILE* file, const Header& h, const int64_t* launches) {
   call.expert_weight = Read<float>(file, h.T * h.K);
   call.launches = launches;
   call.num_launches = h.num_launches;
-  call.wait = {&page, &failed_epoch, ~uint64_t{0}, 1, 0};
+  call.wait = {&page, &failed_epoch, ~uint64_t{0}, kEpoch, 0};
   return call;
 }
 

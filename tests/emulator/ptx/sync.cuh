@@ -35,13 +35,8 @@ inline void BarrierArriveExpect(uint32_t barrier, uint32_t bytes) {
 inline bool BarrierTest(uint32_t barrier, uint32_t parity) {
   return emulator::BarrierAt(emulator::self->block, barrier)->phase != parity;
 }
-inline bool BarrierWaitUnless(uint32_t barrier, uint32_t parity, const uint32_t* word,
-                              uint32_t value) {
-  for (int tries = 1; !BarrierTest(barrier, parity); ++tries) {
-    if (tries % 64 == 0 && *word == value) return false;
-    emulator::Yield();
-  }
-  return true;
+inline void BarrierWait(uint32_t barrier, uint32_t parity) {
+  while (!BarrierTest(barrier, parity)) emulator::Yield();
 }
 
 inline void LetNextKernelStart() {}
