@@ -127,6 +127,7 @@ struct DgradDownStep : TokenStep {
           wh[c][i] = ptx::PackBf16(low.wh, high.wh) & mask[r];
         }
         staging.Put(chunk, c, dg);
+        ptx::EndBlock();  // one group at a time: more do not fit into the registers
       }
       staging.Close(chunk);
       // Before the last buffer is handed over: the store warp publishes the tile behind it.

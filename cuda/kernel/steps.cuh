@@ -57,7 +57,7 @@ struct TokenStep {
 template <ptx::Major kB = ptx::Major::kMN>
 struct TokenProduct {
   static constexpr int kColumns = 256;
-  static constexpr bool kMayBeEmpty = false;  // no K-block
+  static constexpr bool kIsOfRows = false;
   static constexpr ptx::Major kMajorA = ptx::Major::kK;
   static constexpr ptx::Major kMajorB = kB;
 };

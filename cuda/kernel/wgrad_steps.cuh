@@ -1,7 +1,8 @@
 // The weight gradients of the backward: products over the pool rows of one expert.
 //
-// Their K-blocks are 64 pool rows each, the pads of the last one included: those are 0 in both
-// operands. An expert without rows has no K-block, and its gradient is 0.
+// Their K-blocks are 64 pool rows each; of the last one only as many as the expert has are
+// multiplied, rounded up to 16, and the pads among those are 0 in both operands. An expert without
+// rows has no K-block, and its gradient is 0.
 #pragma once
 
 #include "comm/wait.cuh"
@@ -31,12 +32,12 @@ struct F32Gradients {
 // A^T B over the rows of an expert; a row of either operand is one k.
 struct RowsProduct {
   static constexpr int kColumns = 256;
-  static constexpr bool kMayBeEmpty = true;
+  static constexpr bool kIsOfRows = true;
   static constexpr ptx::Major kMajorA = ptx::Major::kMN;
   static constexpr ptx::Major kMajorB = ptx::Major::kMN;
 
   static __device__ __forceinline__ int NumKBlocks(const BackwardParams&, const TileItem& item) {
-    return item.depth;
+    return (item.depth + kBlockK - 1) / kBlockK;
   }
   // 64 columns of A.
   template <bool kForBoth>
@@ -66,15 +67,14 @@ struct WgradStep {
     for (int r = 0; r < p.dims.R; ++r) {
       rows += p.plan.counts[r * p.dims.experts_per_rank() + expert];
     }
-    return (rows + kBlockK - 1) / kBlockK;
+    return rows;
   }
   static __device__ __forceinline__ int ExpertRow(const BackwardParams& p, const TileItem& item) {
     return p.plan.expert_start[item.expert];
   }
   // All of the expert's dg, du and w h, and with them its x and dy.
   static __device__ __forceinline__ Flag Input(const BackwardParams& p, const TileItem& item) {
-    constexpr int kTileBlocks = kTileRows / kBlockK;
-    const int tiles = (item.depth + kTileBlocks - 1) / kTileBlocks;
+    const int tiles = (item.depth + kTileRows - 1) / kTileRows;
     return {p.expert_done + item.expert, static_cast<uint32_t>(tiles * NumGateUpTiles(p)),
             Phase::kDgradDown};
   }

@@ -42,7 +42,7 @@ struct TileItem {
   // peer.
   int num_consumers;
   int expert;
-  int depth;  // K-blocks of products over the rows of an expert; of other products it says nothing
+  int depth;  // rows of the expert, of products over them; of other products it says nothing
   int row;    // first of the tile
   int n;
   int expert_row = 0;  // first pool row of the expert, in the load role alone, where depth is

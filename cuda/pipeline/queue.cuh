@@ -78,8 +78,8 @@ template <typename F>
 __device__ __forceinline__ void ForEachItem(SharedMemory& shared, F f) {
   RingPosition<kItemSlots> slot;
   for (;;) {
-    ptx::BarrierWait(AddressOf(shared.item_full, slot.index), slot.parity);
-    const TileItem item = ReadItem(shared, slot.index);
+    ptx::BarrierWait(AddressOf(shared.item_full, slot.index()), slot.parity());
+    const TileItem item = ReadItem(shared, slot.index());
     slot.Advance();
     if (item.step == kNoMoreItems) return;
     f(item);

@@ -121,19 +121,20 @@ __device__ inline void InitBarriers(SharedMemory& shared) {
   ptx::FenceBarrierInit();
 }
 
-// A position in a ring of kSize slots with the parity of its current turn. A producer waits for
-// `empty` with the opposite parity, which a fresh barrier satisfies.
+// A position in a ring of kSize slots with the parity of its current turn, in one register. A
+// producer waits for `empty` with the opposite parity, which a fresh barrier satisfies.
 template <int kSize>
-struct RingPosition {
-  uint32_t index = 0;
-  uint32_t parity = 0;
-
+class RingPosition {
+ public:
+  __device__ __forceinline__ uint32_t index() const { return state_ / 2; }
+  __device__ __forceinline__ uint32_t parity() const { return state_ % 2; }
   __device__ __forceinline__ void Advance() {
-    if (++index == kSize) {
-      index = 0;
-      parity ^= 1;
-    }
+    state_ += 2;
+    if (state_ >= 2 * kSize) state_ = state_ % 2 ^ 1;
   }
+
+ private:
+  uint32_t state_ = 0;
 };
 
 // An address in shared memory, of element i of an array of barriers or buffers.

@@ -13,17 +13,17 @@ namespace megamoe {
 class Staging {
  public:
   __device__ __forceinline__ Staging(SharedMemory& shared, int consumer)
-      : full_(AddressOf(shared.staging_full[consumer], 0)),
-        empty_(AddressOf(shared.staging_empty[consumer], 0)),
-        buffers_(AddressOf(shared.staging[consumer], 0)) {}
+      : shared_(shared), consumer_(consumer) {}
 
   // Waits until the buffer of the chunk has been stored; the chunks of an item come in order, and a
   // buffer is closed before the next is opened: the store warp frees one when it gets the next.
   __device__ __forceinline__ void Open(int chunk) {
     const uint32_t buffer = chunk % kStagingBuffers;
     Delay(DelaySite::kMultiply, chunk + 4 * turns_);
-    ptx::BarrierWait(empty_ + buffer * sizeof(uint64_t), (turns_ >> buffer & 1) ^ 1);
+    ptx::BarrierWait(AddressOf(shared_.staging_empty[consumer_], buffer),
+                     (turns_ >> buffer & 1) ^ 1);
     turns_ ^= 1u << buffer;
+    ptx::PinRegister(turns_);  // and keeps nothing that was made of it for the next chunk
   }
 
   // 16 columns of bf16 from column 16 c of the chunk on, as a product leaves them in the warpgroup.
@@ -50,7 +50,7 @@ class Staging {
     ptx::FenceAsyncShared();
     __syncwarp();
     if (threadIdx.x % kWarpThreads == 0) {
-      ptx::BarrierArrive(full_ + buffer * sizeof(uint64_t));
+      ptx::BarrierArrive(AddressOf(shared_.staging_full[consumer_], buffer));
     }
   }
 
@@ -61,12 +61,11 @@ class Staging {
     return threadIdx.x % kGroupThreads / kWarpThreads * 16;
   }
   __device__ __forceinline__ uint32_t RowAddress(int chunk, uint32_t row) const {
-    return buffers_ + chunk % kStagingBuffers * ptx::kChunkBytes + row * kRowBytes;
+    return AddressOf(shared_.staging[consumer_], chunk % kStagingBuffers) + row * kRowBytes;
   }
 
-  const uint32_t full_;
-  const uint32_t empty_;
-  const uint32_t buffers_;
+  SharedMemory& shared_;
+  const int consumer_;
   uint32_t turns_ = 0;  // a parity bit for each buffer
 };
 

@@ -23,11 +23,27 @@ __device__ __forceinline__ void PinRegisters(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
-// Makes the compiler finish these values here: it would otherwise keep what they are made of.
+// Makes the compiler finish a value here, where it would keep what it is made of, and begin here
+// with what is made of it.
+__device__ __forceinline__ void PinRegister(uint32_t& v) { asm volatile("" : "+r"(v)); }
 template <int N>
 __device__ __forceinline__ void PinRegisters(uint32_t (&v)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(v[i]));
+  for (int i = 0; i < N; ++i) PinRegister(v[i]);
+}
+
+// Ends a basic block, across which ptxas moves no instruction: a loop that it cannot see through
+// and that ends at once.
+__device__ __forceinline__ void EndBlock() {
+  asm volatile(
+      "{\n"
+      ".reg .pred repeats;\n"
+      ".reg .u32 now;\n"
+      "again: mov.u32 now, %clock;\n"
+      "setp.eq.u32 repeats, now, 0x5a5a5a5a;\n"
+      "@repeats bra again;\n"
+      "}" ::
+          : "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit elements, one row address a lane.

@@ -208,9 +208,8 @@ class CombineRole {
   // Sums the oldest batch.
   __device__ __forceinline__ void SumBatch() {
     const TraceScope trace(p_.trace, kCombine, lane_ == 0);
-    const uint32_t barrier = batch_full_ + sum_ * sizeof(uint64_t);
-    ptx::BarrierWait(barrier, sum_parity_);
-    const Batch& batch = batches_[sum_];
+    ptx::BarrierWait(batch_full_ + sum_.index() * sizeof(uint64_t), sum_.parity());
+    const Batch& batch = batches_[sum_.index()];
     Delay(DelaySite::kCombine, ~batch.token);
     const int num_rows = batch.num_rows;
     const uint32_t row_bytes = BatchRowBytes(num_rows);
@@ -225,10 +224,7 @@ class CombineRole {
     }
     // The batch is free for the next copy: every lane has read it.
     __syncwarp();
-    if (++sum_ == kNumBatches) {
-      sum_ = 0;
-      sum_parity_ ^= 1;
-    }
+    sum_.Advance();
     --num_in_flight_;
   }
 
@@ -256,8 +252,7 @@ class CombineRole {
   uint64_t block_ends_ = 0;  // a byte a block: routes of the blocks up to it
   // The ring of batches.
   int issue_ = 0;
-  int sum_ = 0;
-  uint32_t sum_parity_ = 0;
+  RingPosition<kNumBatches> sum_;
   int num_in_flight_ = 0;
 };
 

@@ -40,8 +40,8 @@ class LoadRole {
     }
     bool ready = false;
     for (;;) {
-      ptx::BarrierWait(AddressOf(shared_.item_full, slot_.index), slot_.parity);
-      TileItem item = ReadItem(shared_, slot_.index);
+      ptx::BarrierWait(AddressOf(shared_.item_full, slot_.index()), slot_.parity());
+      TileItem item = ReadItem(shared_, slot_.index());
       slot_.Advance();
       if (item.step == kNoMoreItems) return;
       ExpectItem();
@@ -88,7 +88,7 @@ class LoadRole {
 
   __device__ __forceinline__ void ExpectItem() {
     if (ptx::ElectOne()) {
-      ptx::BarrierArriveExpect(AddressOf(shared_.item_full, slot_.index), sizeof(PairItem));
+      ptx::BarrierArriveExpect(AddressOf(shared_.item_full, slot_.index()), sizeof(PairItem));
     }
     __syncwarp();
   }
@@ -97,8 +97,8 @@ class LoadRole {
   __device__ __forceinline__ void AnnounceNext() {
     const PairItem item = queue_.Next();
     Delay(DelaySite::kLoad, ~item.row);
-    const uint32_t slot = slot_.index;
-    ptx::BarrierWait(AddressOf(shared_.item_empty, slot), slot_.parity ^ 1);
+    const uint32_t slot = slot_.index();
+    ptx::BarrierWait(AddressOf(shared_.item_empty, slot), slot_.parity() ^ 1);
     const uint32_t lane = threadIdx.x % kWarpThreads;
     if (lane < kPairBlocks) {
       ptx::StoreAt(AddressOf(shared_.items, slot), AddressOf(shared_.item_full, slot), lane,
@@ -116,9 +116,9 @@ class LoadRole {
 
   // Whether the next item is there and what it reads is ready.
   __device__ __forceinline__ bool PollNext() {
-    bool ready = ptx::BarrierTest(AddressOf(shared_.item_full, slot_.index), slot_.parity);
+    bool ready = ptx::BarrierTest(AddressOf(shared_.item_full, slot_.index()), slot_.parity());
     if (!__all_sync(kAllLanes, ready)) return false;
-    const TileItem next = TileOf(shared_.items[slot_.index], rank_);
+    const TileItem next = TileOf(shared_.items[slot_.index()], rank_);
     if (next.step == kNoMoreItems) return false;
     Steps::With(next.step, [&]<typename Step>() { ready = IsRaised(Step::Input(p_, next)); });
     return __all_sync(kAllLanes, ready);
@@ -140,12 +140,12 @@ class LoadRole {
     const int end = min(to - *before, num_k_blocks);
 #pragma unroll 1
     for (int k = max(from - *before, 0); k < end; ++k) {
-      const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index);
+      const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index());
       Delay(DelaySite::kLoad, item.row * 64 + k);
-      ptx::BarrierWait(AddressOf(shared_.stage_empty, stage_.index), stage_.parity ^ 1);
+      ptx::BarrierWait(AddressOf(shared_.stage_empty, stage_.index()), stage_.parity() ^ 1);
       if (ptx::ElectOne()) {
         ptx::BarrierArriveExpect(barrier, kStageABytes + kBytesB<Product>);
-        LoadStage<Product>(item, k, AddressOf(shared_.stages, stage_.index), barrier);
+        LoadStage<Product>(item, k, AddressOf(shared_.stages, stage_.index()), barrier);
       }
       __syncwarp();
       stage_.Advance();

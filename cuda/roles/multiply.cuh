@@ -43,6 +43,8 @@ class MultiplyRole {
   }
 
  private:
+  static constexpr int kStepK = 16;  // k of an instruction
+
   __device__ __forceinline__ bool IsThread0() const { return threadIdx.x % kGroupThreads == 0; }
 
   // What no instruction has written stays alive across all items: a product seems to add to it.
@@ -61,11 +63,7 @@ class MultiplyRole {
   // The consumer's half of the tile is all pads: only the stages are handed back.
   __device__ __forceinline__ void Skip(int num_k_blocks) {
 #pragma unroll 1
-    for (int k = 0; k < num_k_blocks; ++k) {
-      ptx::BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
-      ReleaseStage(stage_.index);
-      stage_.Advance();
-    }
+    for (int k = 0; k < num_k_blocks; ++k) ReleaseStage(WaitForStage());
   }
 
   template <typename Step, typename Product>
@@ -81,9 +79,7 @@ class MultiplyRole {
 
   template <typename Step, typename Product>
   __device__ __forceinline__ void MultiplyAndFinish(float (&acc)[128], const TileItem& item) {
-    const int num_k_blocks = Product::NumKBlocks(p_, item);
-    // Nothing to add leaves 0.
-    if (!Product::kMayBeEmpty || num_k_blocks > 0) Multiply<Product>(acc, num_k_blocks);
+    Multiply<Product>(acc, item);
 #pragma unroll
     for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
       staging_.Open(chunk);
@@ -104,7 +100,7 @@ class MultiplyRole {
     {
       float acc[128];
       Clear(acc);
-      Multiply<First>(acc, First::NumKBlocks(p_, item));
+      Multiply<First>(acc, item);
 #pragma unroll
       for (int i = 0; i < 64; ++i) first[i] = ptx::PackBf16(acc[2 * i], acc[2 * i + 1]);
       ptx::PinRegisters(first);
@@ -112,40 +108,85 @@ class MultiplyRole {
     rows.ReadMore(p_);
     float acc[64];
     Clear(acc);
-    Multiply<Second>(acc, Second::NumKBlocks(p_, item));
+    Multiply<Second>(acc, item);
     Step::Finish(p_, item, rows, first, acc, staging_);
   }
 
   template <typename Product, int kAccumulators>
-  __device__ __forceinline__ void Multiply(float (&acc)[kAccumulators], int num_k_blocks) {
+  __device__ __forceinline__ void Multiply(float (&acc)[kAccumulators], const TileItem& item) {
     static_assert(kAccumulators * 2 == Product::kColumns);
     constexpr auto kA = Product::kMajorA;
     constexpr auto kB = Product::kMajorB;
+    const auto multiply = [&](uint32_t stage, int i, bool accumulate) {
+      const uint64_t a = ptx::TileDescriptor<kA>(stage + consumer_ * ptx::kChunkBytes);
+      const uint64_t b = ptx::TileDescriptor<kB>(stage + kStageABytes);
+      ptx::Wgmma<kA, kB>(a + i * ptx::kDescriptor16K<kA>, b + i * ptx::kDescriptor16K<kB>, acc,
+                         accumulate);
+    };
+    const auto multiply_block = [&](uint32_t stage, int k) {
+#pragma unroll
+      for (int i = 0; i < kBlockK / kStepK; ++i) multiply(stage, i, (k | i) != 0);
+    };
+    const int num_k_blocks = Product::NumKBlocks(p_, item);
+    if constexpr (!Product::kIsOfRows) {
+      EndProducts(acc, ForEachStage(acc, num_k_blocks, multiply_block));
+    } else if (num_k_blocks > 0) {  // nothing to add leaves 0
+      // Of the last block only as much as there are rows.
+      const int num_whole = num_k_blocks - 1;
+      const uint32_t previous = ForEachStage(acc, num_whole, multiply_block);
+      const uint32_t last = WaitForStage();
+      const int num_steps = (item.depth - num_whole * kBlockK + kStepK - 1) / kStepK;
+#pragma unroll 1
+      for (int i = 0; i < num_steps; ++i) {
+        IssueProducts(acc,
+                      [&] { multiply(AddressOf(shared_.stages, last), i, (num_whole | i) != 0); });
+        if (i == 0 && num_whole > 0) ReleaseStage(previous);
+      }
+      EndProducts(acc, last);
+    }
+  }
+
+  // Calls issue(address of the stage, k) for each K-block. The products of one block are on their
+  // way while those of the next are issued; those of the last one still are at the end. Returns its
+  // stage.
+  template <int kAccumulators, typename F>
+  __device__ __forceinline__ uint32_t ForEachStage(float (&acc)[kAccumulators], int num_k_blocks,
+                                                   F issue) {
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
-      ptx::BarrierWait(AddressOf(shared_.stage_full, stage_.index), stage_.parity);
-      const uint32_t address = AddressOf(shared_.stages, stage_.index);
-      const uint64_t a = ptx::TileDescriptor<kA>(address + consumer_ * ptx::kChunkBytes);
-      const uint64_t b = ptx::TileDescriptor<kB>(address + kStageABytes);
-      ptx::PinRegisters(acc);
-      ptx::WgmmaFence();
-#pragma unroll
-      for (int i = 0; i < kBlockK / 16; ++i) {
-        ptx::Wgmma<kA, kB>(a + i * ptx::kDescriptor16K<kA>, b + i * ptx::kDescriptor16K<kB>, acc,
-                           (k | i) != 0);
-      }
-      ptx::WgmmaCommit();
-      ptx::PinRegisters(acc);
-      ptx::WgmmaWait<1>();
-      // The products of the block before are complete in this warp.
+      const uint32_t stage = WaitForStage();
+      IssueProducts(acc, [&] { issue(AddressOf(shared_.stages, stage), k); });
       if (k > 0) ReleaseStage(previous);
-      previous = stage_.index;
-      stage_.Advance();
+      previous = stage;
     }
+    return previous;
+  }
+
+  // The next stage, when it is full.
+  __device__ __forceinline__ uint32_t WaitForStage() {
+    const uint32_t stage = stage_.index();
+    ptx::BarrierWait(AddressOf(shared_.stage_full, stage), stage_.parity());
+    stage_.Advance();
+    return stage;
+  }
+
+  // Issues products as one group; all before it are then complete in this warp.
+  template <int kAccumulators, typename F>
+  __device__ __forceinline__ void IssueProducts(float (&acc)[kAccumulators], F issue) {
+    ptx::PinRegisters(acc);
+    ptx::WgmmaFence();
+    issue();
+    ptx::WgmmaCommit();
+    ptx::PinRegisters(acc);
+    ptx::WgmmaWait<1>();
+  }
+
+  template <int kAccumulators>
+  __device__ __forceinline__ void EndProducts(float (&acc)[kAccumulators], uint32_t last_stage) {
     ptx::WgmmaWait<0>();
     ptx::PinRegisters(acc);
-    ReleaseStage(previous);
+    ReleaseStage(last_stage);
   }
 
   SharedMemory& shared_;
