@@ -27,8 +27,8 @@ LANE_FLAGS = (
 )
 
 # ptxas calls these remarks "info" and goes on: C7504 to C7507 a setmaxnreg it cannot honour, C7508
-# one it ignores, C7509 to C7520 wgmma instructions that it serialises.
-FATAL_REMARKS = range(7504, 7521)
+# one it ignores, C7509 to C7515 and C7520 wgmma instructions that it serialises.
+FATAL_REMARKS = {*range(7504, 7516), 7520}
 
 _BUILD_OPTIONS = re.compile(r"\$<\$<COMPILE_LANGUAGE:CUDA>:(?P<options>[^>]*)>")
 _BUILD_STANDARD = re.compile(r"set\(CMAKE_CUDA_STANDARD (?P<standard>\d+)\)")

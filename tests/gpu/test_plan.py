@@ -126,14 +126,16 @@ def test_plan_runs_inside_a_larger_jit() -> None:
 
 
 def test_a_missing_kernel_is_refused_before_any_launch() -> None:
-    dims = Dims(T=16, K=2, E=4, R=1, H=256, I=128)
+    """Experts on two GPUs, for both passes."""
+    dims = Dims(T=16, K=2, E=4, R=2, H=256, I=128)
     x = jnp.zeros((dims.T, dims.H), jnp.bfloat16)
     idx = jnp.zeros((dims.T, dims.K), jnp.int32)
     weight = jnp.zeros((dims.T, dims.K), jnp.float32)
-    wide = jnp.zeros((dims.E, dims.H, dims.I), jnp.bfloat16)
-    narrow = jnp.zeros((dims.E, dims.I, dims.H), jnp.bfloat16)
+    wide = jnp.zeros((dims.experts_per_rank, dims.H, dims.I), jnp.bfloat16)
+    narrow = jnp.zeros((dims.experts_per_rank, dims.I, dims.H), jnp.bfloat16)
     static = {"dims": dims, "config": MegaMoEConfig(), "axis_name": None}
     operands = (x, idx, weight, wide, wide, narrow)
-    with pytest.raises(jax.errors.JaxRuntimeError, match='UNIMPLEMENTED.*backend="reference"'):
-        jax.block_until_ready(jax.jit(lambda *a: _ffi.backward_call(*a, **static))(x, *operands))
+    for call, arrays in ((_ffi.forward_call, operands), (_ffi.backward_call, (x, *operands))):
+        with pytest.raises(jax.errors.JaxRuntimeError, match='UNIMPLEMENTED.*backend="reference"'):
+            jax.block_until_ready(jax.jit(functools.partial(call, **static))(*arrays))
     assert int(jnp.sum(idx + 1)) == dims.T * dims.K
