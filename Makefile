@@ -49,8 +49,10 @@ test-gpu: need-hopper extension ## the GPU tests; no skip passes; GPUS=n declare
 bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-path DIR" for layer.py
 	'$(PY)' benchmarks/plan.py --out benchmarks/results/plan.json
 	'$(PY)' benchmarks/fault_path.py --out benchmarks/results/fault_path.json
-	'$(PY)' benchmarks/timeline.py --out benchmarks/results/timeline.json \
-		--png docs/forward-timeline.png
+	for pass in forward backward; do \
+		'$(PY)' benchmarks/timeline.py --pass $$pass --png docs/$$pass-timeline.png \
+			--out benchmarks/results/$$pass-timeline.json; \
+	done
 	'$(PY)' benchmarks/layer.py --set main cliffs --out benchmarks/results/layer.json \
 		--png docs/layer.png $(ARGS)
 

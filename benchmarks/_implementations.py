@@ -1,8 +1,8 @@
 """The implementations that the layer benchmark runs, and the two rates they are held against.
 
 All get the same arrays: the routing is an input, the weights are natural ([E, H, I], [E, I, H]),
-and y is summed in float32. jax_megamoe keeps the inputs for its backward; the peers keep what their
-frameworks keep.
+and y is summed in float32. For its backward jax_megamoe keeps what its `save` says; the peers keep
+what their frameworks keep.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from _shapes import SEED, normal
 from _timing import Run
 
 from jax_megamoe import mega_moe
+from jax_megamoe.config import SAVES
 
 # x, expert_idx, expert_weight, w_gate, w_up, w_down -> y
 Layer = Callable[..., Any]
@@ -26,36 +27,49 @@ Layer = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """make: a run of one pass over the given arrays. save: what a forward_backward keeps."""
+    """make: a run of one pass over the given arrays, keeping what one of `saves` says."""
 
     name: str
-    make: Callable[[str, list[jax.Array]], Run]
-    save: str
+    make: Callable[[str, str, list[jax.Array]], Run]
+    saves: tuple[str, ...]
 
 
 def jax_run(layer: Layer, pass_name: str, arrays: list[jax.Array]) -> Run:
-    """A pass of a JAX layer; forward_backward returns y, dx, dw and the weights' gradients."""
+    """A pass of a JAX layer, a program of its own.
+
+    forward returns y; backward dx, dw and the weights' gradients, from what one forward kept;
+    forward_backward all of them.
+    """
     if pass_name == "forward":
-        call = functools.partial(jax.jit(layer), *arrays)
+        return Run(functools.partial(jax.jit(layer), *arrays), jax.block_until_ready)
+    dy = normal(jax.random.key(SEED + 1), arrays[0].shape, "bf16")
+    if pass_name == "backward":
+        _, pull = jax.jit(functools.partial(_differentiated, layer))(*arrays)
+        call = functools.partial(jax.jit(lambda pull, dy: pull(dy)), pull, dy)
     else:
-        dy = normal(jax.random.key(SEED + 1), arrays[0].shape, "bf16")
         call = functools.partial(jax.jit(functools.partial(_with_gradients, layer)), dy, *arrays)
     return Run(call, jax.block_until_ready)
 
 
-def _with_gradients(
-    layer: Layer, dy: jax.Array, x: jax.Array, ids: jax.Array, w: jax.Array, *weights: jax.Array
-) -> tuple[jax.Array, ...]:
+def _differentiated(
+    layer: Layer, x: jax.Array, ids: jax.Array, w: jax.Array, *weights: jax.Array
+) -> tuple[jax.Array, Callable[..., Any]]:
+    """y, and the function from dy to the five gradients."""
+
     def of_floats(x: jax.Array, w: jax.Array, *weights: jax.Array) -> jax.Array:
         return layer(x, ids, w, *weights)
 
-    y, pull = jax.vjp(of_floats, x, w, *weights)
+    return jax.vjp(of_floats, x, w, *weights)
+
+
+def _with_gradients(layer: Layer, dy: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    y, pull = _differentiated(layer, *arrays)
     return y, *pull(dy)
 
 
-def jax_megamoe(pass_name: str, arrays: list[jax.Array]) -> Run:
+def jax_megamoe(pass_name: str, save: str, arrays: list[jax.Array]) -> Run:
     backend = "cuda" if jax.default_backend() == "gpu" else "reference"
-    return jax_run(functools.partial(mega_moe, backend=backend), pass_name, arrays)
+    return jax_run(functools.partial(mega_moe, backend=backend, save=save), pass_name, arrays)
 
 
 def ragged_layer(dot: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> Layer:
@@ -80,11 +94,11 @@ def ragged_layer(dot: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) ->
     return layer
 
 
-def lax_ragged_dot(pass_name: str, arrays: list[jax.Array]) -> Run:
+def lax_ragged_dot(pass_name: str, _: str, arrays: list[jax.Array]) -> Run:
     return jax_run(ragged_layer(jax.lax.ragged_dot), pass_name, arrays)
 
 
-def tokamax_ragged_dot(pass_name: str, arrays: list[jax.Array]) -> Run:
+def tokamax_ragged_dot(pass_name: str, _: str, arrays: list[jax.Array]) -> Run:
     _stand_in_for_xprof()
     import tokamax  # pyright: ignore[reportMissingImports]
 
@@ -104,9 +118,10 @@ def _stand_in_for_xprof() -> None:
         parent = module
 
 
-def torch_grouped_mm(pass_name: str, arrays: list[jax.Array]) -> Run:
+def torch_grouped_mm(pass_name: str, _: str, arrays: list[jax.Array]) -> Run:
     """Sort by expert, three grouped products, weighted index_add; compiled by torch.compile."""
     import torch  # pyright: ignore[reportMissingImports]
+    import torch._functorch.config  # pyright: ignore[reportMissingImports]
 
     x, ids, w, *weights = (torch.from_dlpack(a) for a in arrays)
     # grouped_mm reads weights with the inner dimension contiguous.
@@ -133,6 +148,9 @@ def torch_grouped_mm(pass_name: str, arrays: list[jax.Array]) -> Run:
         y = layer(x, ids, w, *weights)
         return y, *torch.autograd.grad(y, [x, w, *weights], dy)
 
+    def backward() -> Any:
+        return torch.autograd.grad(y, [x, w, *weights], dy, retain_graph=True)
+
     def wait(_: Any) -> None:
         if x.is_cuda:
             torch.cuda.synchronize()
@@ -142,16 +160,22 @@ def torch_grouped_mm(pass_name: str, arrays: list[jax.Array]) -> Run:
     dy = torch.randn_like(x)
     for tensor in (x, w, *weights):
         tensor.requires_grad_()
-    return Run(forward_backward, wait)
+    if pass_name == "forward_backward":
+        return Run(forward_backward, wait)
+    # A backward that may write over what the forward kept runs only once.
+    with torch._functorch.config.patch(donated_buffer=False):
+        y = layer(x, ids, w, *weights)
+        wait(backward())
+    return Run(backward, wait)
 
 
 IMPLEMENTATIONS = {
     implementation.name: implementation
     for implementation in (
-        Implementation("jax_megamoe", jax_megamoe, save="none"),
-        Implementation("torch_grouped_mm", torch_grouped_mm, save="activations"),
-        Implementation("tokamax_ragged_dot", tokamax_ragged_dot, save="activations"),
-        Implementation("lax_ragged_dot", lax_ragged_dot, save="activations"),
+        Implementation("jax_megamoe", jax_megamoe, SAVES),
+        Implementation("torch_grouped_mm", torch_grouped_mm, ("activations",)),
+        Implementation("tokamax_ragged_dot", tokamax_ragged_dot, ("activations",)),
+        Implementation("lax_ragged_dot", lax_ragged_dot, ("activations",)),
     )
 }
 

@@ -11,6 +11,8 @@ COLUMNS = (
     "shape",
     "pass",
     "implementation",
+    "save",
+    "weights",
     "ms",
     "spread",
     "MHz",
@@ -26,9 +28,11 @@ def table(named: Sequence[Named]) -> str:
     rows = [COLUMNS, ("---",) * len(COLUMNS)]
     records = [record for _, record in named]
     for name, record in named:
-        head = (name, record["pass"], record["impl"])
+        head = (name, *(record[k] for k in ("pass", "impl", "save", "weights_dtype")))
         if "error" in record:
-            rows.append((*head, record["error"].replace("\n", " "), *[""] * (len(COLUMNS) - 4)))
+            rows.append(
+                (*head, record["error"].replace("\n", " "), *[""] * (len(COLUMNS) - len(head) - 1))
+            )
             continue
         ours = _same_work(record, records)
         figures = (
@@ -45,7 +49,7 @@ def table(named: Sequence[Named]) -> str:
 
 
 def _same_work(record: Record, records: Sequence[Record]) -> Record | None:
-    """The fastest record of jax_megamoe for the same shape and pass."""
+    """The fastest record of jax_megamoe for the same shape and pass, of all saves and dtypes."""
     same = ("pass", "tokens", "hidden", "intermediate", "experts", "top_k", "routing")
     ours = [
         r
@@ -53,6 +57,13 @@ def _same_work(record: Record, records: Sequence[Record]) -> Record | None:
         if r["impl"] == OURS and "ms" in r and all(r[k] == record[k] for k in same)
     ]
     return min(ours, key=lambda r: r["ms"], default=None)
+
+
+def _how(record: Record) -> str:
+    """The implementation, and of ours what is not the default."""
+    changed = [f"save {record['save']}"] * (record["impl"] == OURS and record["save"] != "none")
+    changed += [f"{record['weights_dtype']} weights"] * (record["weights_dtype"] != "bf16")
+    return ", ".join([record["impl"], *changed])
 
 
 def draw(path: pathlib.Path, named: Sequence[Named], device: str) -> None:
@@ -76,7 +87,7 @@ def draw(path: pathlib.Path, named: Sequence[Named], device: str) -> None:
         axes.text(fraction, y, text, va="center")
         ticks.append(y)
         y += 1
-    axes.set_yticks(ticks, [record["impl"] for _, record in named])
+    axes.set_yticks(ticks, [_how(record) for _, record in named])
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlim(0, 1.12)

@@ -15,7 +15,7 @@ ROUTINGS = ("random", "zipf", "one-hot")
 DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 # Useful FLOPs of a pass are these times T K H I: a forward has three products of 2 T K H I each, a
 # backward without its recompute twice as many.
-FLOP_FACTORS = {"forward": 6, "forward_backward": 18}
+FLOP_FACTORS = {"forward": 6, "backward": 12, "forward_backward": 18}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,17 @@
 """The layer after routing on one GPU, beside its peers and a plain matrix product.
 
     python benchmarks/layer.py [--set main cliffs] [--shapes 30B ...] [--only jax_megamoe ...]
-                               [--passes forward forward_backward] [--peers-path DIR]
-                               [--out FILE.json] [--png FILE.png]
+                               [--passes forward backward forward_backward]
+                               [--saves none gate_up] [--weights bf16 float32]
+                               [--peers-path DIR] [--out FILE.json] [--png FILE.png]
 
 _timing.py says how a rate is measured, _shapes.py on what, _implementations.py of what. A record's
-`tflops` are useful FLOPs, 6 T K H I of a forward and 18 T K H I of a forward with its backward,
-and `fraction` is their rate over that of a bf16 8192^3 product measured in the same rounds.
+`tflops` are useful FLOPs, 6 T K H I of a forward, 12 of a backward and 18 of a forward with its
+backward, and `fraction` is their rate over that of a bf16 8192^3 product measured in the same
+rounds. Gradients of weights have the dtype of the weights; the peers take bf16 alone.
+
+By default a forward and a forward with its backward are measured, each in rounds of its own. The
+gradients of one forward again and again, `backward`, say where the time of the two goes.
 
 What fails is reported as that: its record holds the error's text in place of figures, and the
 program ends with 1 if jax_megamoe itself failed. `--set tiny` runs on a CPU too, with the reference
@@ -19,7 +24,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch shares the device
 
@@ -27,27 +32,59 @@ import jax
 from _implementations import IMPLEMENTATIONS, device_copy, jax_megamoe, matmul, release_memory
 from _record import device, write
 from _report import OURS, Named, draw, table
-from _shapes import FLOP_FACTORS, SEED, SETS, Shape, bound_ms, inputs
+from _shapes import DTYPES, FLOP_FACTORS, SEED, SETS, Shape, bound_ms, inputs
 from _timing import Clock, Figures, Method, Run, caught, measure
+
+from jax_megamoe.config import SAVES
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 2**30
+WEIGHTS = tuple(DTYPES)
 NAMES = sorted({shape.name for shapes in SETS.values() for shape in shapes})
 Record = dict[str, Any]
 
 
-def record(
-    impl: str,
-    pass_name: str,
-    weights_dtype: str,
+class Variant(NamedTuple):
+    """One way to run an implementation."""
+
+    impl: str
+    save: str = "none"
+    weights_dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        return f"{self.impl}, save {self.save}, {self.weights_dtype} weights"
+
+
+def variants(
     shape: Shape,
-    result: Figures | str,
-    matmul_tflops: float,
+    pass_name: str,
+    *,
+    only: Sequence[str] = (),
+    saves: Sequence[str] = SAVES,
+    weights: Sequence[str] = WEIGHTS,
+) -> list[Variant]:
+    """Of jax_megamoe all that were asked for, of the shape's peers those that there are.
+
+    A forward without a gradient keeps nothing: there `save` is "none" for all.
+    """
+    found = []
+    for name in (OURS, *shape.peers):
+        if only and name not in only:
+            continue
+        kept = IMPLEMENTATIONS[name].saves
+        kept = [save for save in kept if save in saves] if name == OURS else kept
+        for dtype in weights if name == OURS else {"bf16"} & set(weights):
+            of_pass = ["none"] if pass_name == "forward" else kept
+            found += [Variant(name, save, dtype) for save in of_pass]
+    return found
+
+
+def record(
+    variant: Variant, pass_name: str, shape: Shape, result: Figures | str, matmul_tflops: float
 ) -> Record:
     """One line of a results file; `result` is the text of an error where there are no figures."""
-    saves = IMPLEMENTATIONS[impl].save if pass_name != "forward" else "none"
     described: Record = {
-        "impl": impl,
+        "impl": variant.impl,
         "pass": pass_name,
         "dtype": "bf16",
         "ep": 1,
@@ -57,8 +94,8 @@ def record(
         "experts": shape.E,
         "top_k": shape.K,
         "routing": shape.routing,
-        "save": saves,
-        "weights_dtype": weights_dtype,
+        "save": variant.save,
+        "weights_dtype": variant.weights_dtype,
         "process_model": "single_process",
         "seed": SEED,
     }
@@ -85,33 +122,30 @@ def matmul_rate(figures: dict[str, Figures], size: int) -> float:
 def run_beside_peers(
     shape: Shape,
     pass_name: str,
-    weights_dtype: str,
-    only: Sequence[str],
+    chosen: Sequence[Variant],
     method: Method,
     clock: Clock | None,
     matmul_size: int = MATMUL_SIZE,
 ) -> list[Named]:
-    """The records of jax_megamoe and the shape's peers, those of `only` if it names any."""
-    # The peers take bf16 weights alone.
-    names = [OURS, *(shape.peers if weights_dtype == "bf16" else ())]
-    names = [name for name in names if not only or name in only]
-    arrays = inputs(shape, weights_dtype)
+    """The records of the chosen variants, all measured in the same rounds."""
+    arrays = {dtype: inputs(shape, dtype) for dtype in sorted({v.weights_dtype for v in chosen})}
     runs: dict[str, Run] = {"matmul": matmul(matmul_size)}
     errors: dict[str, str] = {}
-    for name in names:
-        with caught(name, errors):
+    for variant in chosen:
+        with caught(str(variant), errors):
             start = time.perf_counter()
-            run = IMPLEMENTATIONS[name].make(pass_name, arrays)
+            make = IMPLEMENTATIONS[variant.impl].make
+            run = make(pass_name, variant.save, arrays[variant.weights_dtype])
             run.wait(run.call())
-            runs[name] = run
+            runs[str(variant)] = run
             seconds = time.perf_counter() - start
-            print(f"{shape.name} {name}: first call after {seconds:.1f} s", flush=True)
+            print(
+                f"{shape.name} {pass_name}, {variant}: first call after {seconds:.1f} s", flush=True
+            )
     figures, late_errors = measure(runs, method, clock)
     results = figures | errors | late_errors
     rate = matmul_rate(figures, matmul_size)
-    return [
-        (shape.name, record(n, pass_name, weights_dtype, shape, results[n], rate)) for n in names
-    ]
+    return [(shape.name, record(v, pass_name, shape, results[str(v)], rate)) for v in chosen]
 
 
 def run_against_bound(
@@ -131,7 +165,7 @@ def run_against_bound(
     errors: dict[str, str] = {}
     for shape in shapes:
         with caught(shape.name, errors):
-            run = jax_megamoe("forward", inputs(shape, "bf16"))
+            run = jax_megamoe("forward", "none", inputs(shape, "bf16"))
             run.wait(run.call())
             runs[shape.name] = run
     figures, late_errors = measure(runs, method, clock)
@@ -139,7 +173,7 @@ def run_against_bound(
     rate = matmul_rate(figures, matmul_size)
     records = []
     for shape in shapes:
-        found = record(OURS, "forward", "bf16", shape, results[shape.name], rate)
+        found = record(Variant(OURS), "forward", shape, results[shape.name], rate)
         if "ms" in found and base.name in figures and "copy" in figures:
             copy_rate = 2 * copy_bytes / figures["copy"].ms * 1e3
             bound = max(bound_ms(shape, base, figures[base.name].ms, copy_rate).values())
@@ -155,9 +189,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--shapes", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="of the sets"
     )
-    parser.add_argument("--passes", nargs="+", choices=FLOP_FACTORS, default=["forward"])
+    parser.add_argument(
+        "--passes", nargs="+", choices=FLOP_FACTORS, default=["forward", "forward_backward"]
+    )
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=[], metavar="NAME")
-    parser.add_argument("--weights-dtype", choices=["bf16", "float32"], default="bf16")
+    parser.add_argument("--saves", nargs="+", choices=SAVES, default=SAVES, help="of jax_megamoe")
+    parser.add_argument(
+        "--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS, help="dtypes, of jax_megamoe"
+    )
     parser.add_argument("--rounds", type=int, default=Method.rounds)
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     parser.add_argument("--png", type=pathlib.Path, help="draw the sets with peers into this file")
@@ -187,8 +226,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         size = MATMUL_SIZE if on_gpu else 512
         for shape in [base] * (base.name in options.shapes) + others:
             for pass_name in options.passes:
-                choice = (pass_name, options.weights_dtype, options.only)
-                beside_peers += run_beside_peers(shape, *choice, method, clock, size)
+                chosen = variants(
+                    shape,
+                    pass_name,
+                    only=options.only,
+                    saves=options.saves,
+                    weights=options.weights,
+                )
+                beside_peers += run_beside_peers(shape, pass_name, chosen, method, clock, size)
                 release_memory()
     named = beside_peers + against_bound
     print(table(named))

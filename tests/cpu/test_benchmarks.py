@@ -62,7 +62,9 @@ def test_sets_hold_what_their_names_say() -> None:
     assert {s.routing for s in cliffs} == set(_shapes.ROUTINGS)
     for shapes in _shapes.SETS.values():
         assert len({s.name for s in shapes}) == len(shapes)
-    assert _shapes.BASE.useful_flops("forward_backward") == 18 * 16384 * 8 * 2048 * 768
+    flops = {name: _shapes.BASE.useful_flops(name) for name in _shapes.FLOP_FACTORS}
+    assert flops["forward_backward"] == 18 * 16384 * 8 * 2048 * 768
+    assert flops["forward"] + flops["backward"] == flops["forward_backward"]
 
 
 def test_rounds_alternate_and_a_failure_becomes_its_text() -> None:
@@ -97,14 +99,15 @@ def test_clock_is_the_median_of_the_samples_between() -> None:
 
 def test_records_table_and_picture(tmp_path: Path) -> None:
     figures = _timing.Figures(ms=2.0, ms_spread=0.1, clock_mhz=1300)
-    choice = ("forward", "bf16", _shapes.BASE)
-    ours = layer.record("jax_megamoe", *choice, figures, 690.0)
+    choice = ("forward", _shapes.BASE)
+    ours = layer.record(layer.Variant("jax_megamoe"), *choice, figures, 690.0)
     assert sorted(ours) == sorted(FIELDS)
     assert (ours["ep"], ours["save"], ours["process_model"]) == (1, "none", "single_process")
     assert ours["tflops"] == pytest.approx(6 * 16384 * 8 * 2048 * 768 / 2e-3 * 1e-12, abs=0.05)
     assert ours["fraction"] == pytest.approx(ours["tflops"] / 690, abs=1e-4)
-    slower = layer.record("torch_grouped_mm", *choice, _timing.Figures(5.0, 0, None), 690.0)
-    failed = layer.record("tokamax_ragged_dot", *choice, "ImportError: no\ntokamax", 690.0)
+    torch, tokamax = map(layer.Variant, ("torch_grouped_mm", "tokamax_ragged_dot"))
+    slower = layer.record(torch, *choice, _timing.Figures(5.0, 0, None), 690.0)
+    failed = layer.record(tokamax, *choice, "ImportError: no\ntokamax", 690.0)
     assert sorted(failed) == sorted([*FIELDS[:14], "error"])
     named = [("30B", r) for r in (ours, slower, failed)]
     lines = _report.table(named).splitlines()
@@ -112,23 +115,50 @@ def test_records_table_and_picture(tmp_path: Path) -> None:
     assert "| 5.000 | 0.000 |  |" in lines[3] and lines[3].endswith("| 2.50 |  |")
     assert "ImportError: no tokamax" in lines[4]
     assert {line.count("|") for line in lines} == {len(_report.COLUMNS) + 1}
+    kept = ours | {"save": "gate_up", "weights_dtype": "float32"}
+    assert _report._how(ours) == "jax_megamoe" and _report._how(slower) == "torch_grouped_mm"
+    assert _report._how(kept) == "jax_megamoe, save gate_up, float32 weights"
     _report.draw(tmp_path / "bars.png", named, "cpu")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_missing_peer_is_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_variants_are_those_of_a_pass() -> None:
+    def names(pass_name: str, **chosen: object) -> list[str]:
+        return [str(v) for v in layer.variants(TINY, pass_name, **chosen)]
+
+    ours, peer = "jax_megamoe, save", "lax_ragged_dot, save"
+    dtypes = ("bf16 weights", "float32 weights")
+    kept = [f"{ours} {save}, {d}" for d in dtypes for save in ("none", "gate_up")]
+    assert names("forward") == [f"{ours} none, {d}" for d in dtypes] + [f"{peer} none, {dtypes[0]}"]
+    for pass_name in ("backward", "forward_backward"):
+        assert names(pass_name) == [*kept, f"{peer} activations, {dtypes[0]}"]
+    assert names("backward", saves=["gate_up"], weights=["float32"]) == [kept[3]]
+    assert names("forward", only=["lax_ragged_dot"]) == [f"{peer} none, {dtypes[0]}"]
+
+
+def test_what_fails_is_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A peer that is missing, and a save that is refused."""
+
+    def refused(pass_name: str, save: str, arrays: list[object]) -> object:
+        if save == "gate_up":
+            raise RuntimeError("UNIMPLEMENTED: do not keep g and u")
+        return _implementations.jax_megamoe(pass_name, save, arrays)
+
     monkeypatch.setitem(sys.modules, "tokamax", None)
+    ours = _implementations.Implementation("jax_megamoe", refused, ("none", "gate_up"))
+    monkeypatch.setitem(_implementations.IMPLEMENTATIONS, "jax_megamoe", ours)
     shape = _shapes.dataclasses.replace(TINY, peers=("tokamax_ragged_dot", "lax_ragged_dot"))
-    named = layer.run_beside_peers(shape, "forward_backward", "bf16", [], QUICK, None, 64)
-    ours, tokamax, lax = (record for _, record in named)
-    assert "tokamax" in tokamax["error"] and sorted(ours) == sorted(lax) == sorted(FIELDS)
-    assert (ours["save"], lax["save"]) == ("none", "activations")
-    _record.write(tmp_path / "results" / "layer.json", [ours])
+    chosen = layer.variants(shape, "forward_backward", weights=["bf16"])
+    named = layer.run_beside_peers(shape, "forward_backward", chosen, QUICK, None, 64)
+    none, gate_up, tokamax, lax = records = [record for _, record in named]
+    assert sorted(none) == sorted(lax) == sorted(FIELDS)
+    assert [r["save"] for r in records] == ["none", "gate_up", "activations", "activations"]
+    assert gate_up["error"] == "RuntimeError: UNIMPLEMENTED: do not keep g and u"
+    assert "tokamax" in tokamax["error"]
+    _record.write(tmp_path / "results" / "layer.json", records)
     written = json.loads((tmp_path / "results" / "layer.json").read_text())
     assert {"commit", "dirty", "date", "device", "num_devices", "versions"} <= set(written)
-    assert written["records"] == [ours]
-    (only,) = layer.run_beside_peers(shape, "forward", "bf16", ["lax_ragged_dot"], QUICK, None, 64)
-    assert only[1]["impl"] == "lax_ragged_dot"
+    assert written["records"] == records
 
 
 def test_shapes_against_their_bound() -> None:
@@ -139,18 +169,31 @@ def test_shapes_against_their_bound() -> None:
         assert record["bound_ratio"] == pytest.approx(record["ms"] / record["bound_ms"], rel=0.1)
 
 
-@pytest.mark.parametrize("pass_name", ["forward", "forward_backward"])
-def test_the_ragged_layer_computes_the_same(pass_name: str) -> None:
+@pytest.mark.parametrize("save", ["none", "gate_up"])
+@pytest.mark.parametrize(
+    ("pass_name", "results"), [("forward", 1), ("backward", 5), ("forward_backward", 6)]
+)
+def test_the_ragged_layer_computes_the_same(pass_name: str, results: int, save: str) -> None:
     arrays = _shapes.inputs(TINY, "bf16")
-    ours, peers = (
-        make(pass_name, arrays).call()
-        for make in (_implementations.jax_megamoe, _implementations.lax_ragged_dot)
-    )
+    ours = _implementations.jax_megamoe(pass_name, save, arrays).call()
+    peers = _implementations.lax_ragged_dot(pass_name, "activations", arrays).call()
     ours, peers = (r if isinstance(r, tuple) else (r,) for r in (ours, peers))
-    assert len(ours) == len(peers) == (1 if pass_name == "forward" else 6)
+    assert len(ours) == len(peers) == results
     for a, b in zip(ours, peers, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
+
+
+def test_a_backward_is_that_of_the_whole() -> None:
+    arrays = _shapes.inputs(TINY, "float32")
+    of_pass = {
+        name: _implementations.jax_megamoe(name, "none", arrays).call()
+        for name in ("forward", "backward", "forward_backward")
+    }
+    y, *gradients = of_pass["forward_backward"]
+    assert [a.dtype for a in gradients[2:]] == [np.float32] * 3
+    for a, b in zip((of_pass["forward"], *of_pass["backward"]), (y, *gradients), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def trace_of(*records: tuple[int, int, int, int], capacity: int = 8) -> np.ndarray:
