@@ -9,8 +9,8 @@ import numpy as np
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims, MegaMoEConfig
-from tests import compare
-from tests.cases import Batch, Results
+from tests import cases, compare
+from tests.cases import BF16, Batch, Results
 from tests.forward import dims_of
 
 NAMES = Results._fields[1:]
@@ -65,6 +65,21 @@ def with_gate(batch: Batch, gate: int) -> Batch:
     x[:, 0] = 1
     w_gate[:, 0] = gate
     return batch._replace(x=x, w_gate=w_gate)
+
+
+def sums_that_need_float32() -> dict[str, Batch]:
+    """Oracle batches, exact with sums in float32, whose running sums in bf16 lose terms.
+
+    dx: one token with w = 1 and then 2^-8 six times, all routes of one expert. dW: 200 rows of each
+    of three experts, with w = 255/256; the sum of three blocks of 64 rows has ten digits.
+    """
+    weights = np.array([[1, *[2**-8] * 6, 0]])
+    rows = np.resize(np.array([0, 1, 3], np.int32), (600, 1))
+    how: dict[str, Any] = {"num_experts": 4, "hidden": 64, "intermediate": 64, "dtype": BF16}
+    return {
+        "dx": cases.oracle(np.zeros((1, 8), np.int32), weights, **how),
+        "dW": cases.oracle(rows, 255 / 256, **how),
+    }
 
 
 @jax.jit

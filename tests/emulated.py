@@ -3,11 +3,13 @@
 tests/emulator/ says what is emulated and what is not. The plan is that of `plan.make_plan`.
 """
 
+import contextlib
 import functools
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,21 @@ def _cuda_headers() -> Path | None:
     return None
 
 
+# That the kernels have, see cuda/pipeline/seeded_faults.h; 0: none.
+_fault = 0
+
+
+@contextlib.contextmanager
+def with_fault(number: int) -> Iterator[None]:
+    """The calls inside have a seeded fault."""
+    global _fault
+    _fault = number
+    try:
+        yield
+    finally:
+        _fault = 0
+
+
 @functools.cache
 def _program() -> Path:
     """Compiles the emulator, once a process; skips the test without a compiler or CUDA's headers,
@@ -46,7 +63,7 @@ def _program() -> Path:
     sources = [emulator / "main.cc", emulator / "machine.cc"]
     sources += [ROOT / "cuda" / "host" / f"{name}.cc" for name in HOST_SOURCES]
     includes = [f"-I{emulator}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
-    command = [compiler, "-std=c++20", "-O2", *includes, *map(str, sources)]
+    command = [compiler, "-std=c++20", "-O2", "-DMEGAMOE_FAULTS", *includes, *map(str, sources)]
     program = folder / "emulator"
     result = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
@@ -109,6 +126,7 @@ def _run(
         multiprocessors,
         seed,
         has_failed,
+        _fault,
         len(launches),
         *launches,
         *[0] * (8 - len(launches)),

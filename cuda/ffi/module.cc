@@ -1,9 +1,12 @@
 // The Python module jax_megamoe._cuda. Importing it touches no device.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <iterator>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "comm/hold.h"
@@ -12,6 +15,7 @@
 #include "kernel/backward.h"
 #include "kernel/forward.h"
 #include "pipeline/delay_sites.h"
+#include "pipeline/seeded_faults.h"
 
 namespace nb = nanobind;
 
@@ -57,6 +61,17 @@ std::vector<uint32_t> CountDelays() {
 }
 #endif
 
+#ifdef MEGAMOE_FAULTS
+void SetFault(uint32_t fault) {
+  RaiseIfFailed(megamoe::SetForwardFault(fault));
+  RaiseIfFailed(megamoe::SetBackwardFault(fault));
+}
+
+std::vector<std::string> FaultNames() {
+  return {std::begin(megamoe::kSeededFaultNames), std::end(megamoe::kSeededFaultNames)};
+}
+#endif
+
 }  // namespace
 
 NB_MODULE(MEGAMOE_MODULE, m) {
@@ -75,5 +90,10 @@ NB_MODULE(MEGAMOE_MODULE, m) {
         "The delays of later calls on the current device, see cuda/pipeline/delay.cuh; 0: none.");
   m.def("count_delays", CountDelays,
         "Long delays of the load, store, dispatch, multiply and combine roles, since the seed.");
+#endif
+#ifdef MEGAMOE_FAULTS
+  m.def("set_fault", SetFault, nb::arg("number"),
+        "The seeded fault that later calls on the current device have; 0: none.");
+  m.def("fault_names", FaultNames, "Of the faults 1, 2, and so on.");
 #endif
 }

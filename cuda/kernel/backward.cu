@@ -33,4 +33,8 @@ CudaStatus SetBackwardDelays(uint32_t seed) { return SetDelaySeedHere(seed); }
 CudaStatus AddBackwardDelays(uint32_t* delays) { return AddDelaysHere(delays); }
 #endif
 
+#ifdef MEGAMOE_FAULTS
+CudaStatus SetBackwardFault(uint32_t fault) { return SetFaultHere(fault); }
+#endif
+
 }  // namespace megamoe

@@ -23,4 +23,9 @@ CudaStatus SetBackwardDelays(uint32_t seed);
 CudaStatus AddBackwardDelays(uint32_t* delays);
 #endif
 
+#ifdef MEGAMOE_FAULTS
+// As SetForwardFault.
+CudaStatus SetBackwardFault(uint32_t fault);
+#endif
+
 }  // namespace megamoe

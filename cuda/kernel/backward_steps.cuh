@@ -4,6 +4,7 @@
 #include "comm/wait.cuh"
 #include "kernel/dgrad_steps.cuh"
 #include "kernel/wgrad_steps.cuh"
+#include "pipeline/mutation.cuh"
 #include "shared/backward.h"
 
 namespace megamoe {
@@ -53,7 +54,9 @@ struct BackwardSteps {
   }
   static __device__ __forceinline__ const uint4* Rows(const Params& p) { return p.dx_pool; }
   static __device__ __forceinline__ uint4* Sums(const Params& p) { return p.dx; }
-  static __device__ __forceinline__ float Weight(const Params&, int) { return 1; }
+  static __device__ __forceinline__ float Weight(const Params& p, int slot) {
+    return HasFault(SeededFault::kDxWeighted) ? p.expert_weight[slot] : 1;
+  }
   // What dx of the row waited for includes its dw. row: -1 for no route here.
   static __device__ __forceinline__ void FinishRoute(const Params& p, int slot, int row) {
     const int num_tiles = NumGateUpTiles(p);

@@ -3,6 +3,7 @@
 
 #include "comm/wait.cuh"
 #include "kernel/steps.cuh"
+#include "pipeline/mutation.cuh"
 #include "ptx/activation.cuh"
 #include "shared/backward.h"
 
@@ -52,7 +53,8 @@ struct DgradDownProduct : TokenProduct<ptx::Major::kK> {
                                                      int half, int k, uint32_t to,
                                                      uint32_t barrier) {
     LoadBox<kForBoth>(to, maps.w_down_by_rows, barrier, ptx::kEvictLast, k * kBlockK,
-                      item.n * kGateUpColumns + half * 64, item.expert);
+                      item.n * kGateUpColumns + half * 64,
+                      item.expert + HasFault(SeededFault::kWeightsOfNextExpert));
   }
 };
 
@@ -85,11 +87,21 @@ struct DgradDownStep : TokenStep {
 
     __device__ __forceinline__ void ReadMore(const BackwardParams& p) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) weight[i] = slot[i] >= 0 ? p.expert_weight[slot[i]] : 0;
+      for (int i = 0; i < 2; ++i) {
+        const bool is_odd = row / kTileRows % 2 == 1;
+        const int from = HasFault(SeededFault::kWeightsOfTileBefore) && is_odd
+                             ? p.plan.row_slot[row + 8 * i - kTileRows]
+                             : slot[i];
+        weight[i] = from >= 0 ? p.expert_weight[from] : 0;
+      }
     }
     // All bits, or none in a pad: products over rows read pads, which are 0 whatever the weights of
     // the expert hold.
-    __device__ __forceinline__ uint32_t Mask(int i) const { return slot[i] >= 0 ? ~0u : 0u; }
+    __device__ __forceinline__ uint32_t Mask(int i) const {
+      const bool is_last = (row + 8 * i) % kTileRows == kTileRows - 1;
+      if (HasFault(SeededFault::kLastRowIsPad) && is_last) return 0;
+      return slot[i] >= 0 ? ~0u : 0u;
+    }
   };
   static __device__ __forceinline__ Rows ReadRows(const BackwardParams& p, const TileItem& item,
                                                   int consumer) {
@@ -162,11 +174,12 @@ struct DgradDownStep : TokenStep {
   // Of one element; adds its share to dw.
   static __device__ __forceinline__ Gradient GradientOf(float g, float u, float w, float dh,
                                                         float& dw) {
-    const auto [silu, slope] = ptx::SiluWithSlope(g);
+    auto [silu, slope] = ptx::SiluWithSlope(g);
+    if (HasFault(SeededFault::kSlopeOfRelu)) slope = g > 0 ? 1 : 0;
     const float h = silu * u;
-    dw = fmaf(h, dh, dw);
+    dw = fmaf(HasFault(SeededFault::kDwWeighted) ? w * h : h, dh, dw);
     const float wdh = w * dh;
-    return {wdh * (u * slope), wdh * silu, w * h};
+    return {wdh * (u * slope), wdh * silu, HasFault(SeededFault::kDwDownUnweighted) ? h : w * h};
   }
 
   // dw: of the thread's columns, in its two rows.
@@ -204,7 +217,8 @@ struct DgradGateUpProduct : TokenProduct<ptx::Major::kK> {
                                                      int half, int k, uint32_t to,
                                                      uint32_t barrier) {
     const int of_up = k - p.I / kBlockK;
-    const CUtensorMap& map = of_up < 0 ? maps.w_gate_by_rows : maps.w_up_by_rows;
+    const bool is_gate = (of_up < 0) != HasFault(SeededFault::kGateAndUpSwapped);
+    const CUtensorMap& map = is_gate ? maps.w_gate_by_rows : maps.w_up_by_rows;
     LoadBox<kForBoth>(to, map, barrier, ptx::kEvictLast, (of_up < 0 ? k : of_up) * kBlockK,
                       item.n * kDownColumns + half * 128, item.expert);
   }

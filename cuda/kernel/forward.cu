@@ -27,4 +27,8 @@ CudaStatus SetForwardDelays(uint32_t seed) { return SetDelaySeedHere(seed); }
 CudaStatus AddForwardDelays(uint32_t* delays) { return AddDelaysHere(delays); }
 #endif
 
+#ifdef MEGAMOE_FAULTS
+CudaStatus SetForwardFault(uint32_t fault) { return SetFaultHere(fault); }
+#endif
+
 }  // namespace megamoe

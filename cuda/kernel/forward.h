@@ -26,4 +26,9 @@ CudaStatus SetForwardDelays(uint32_t seed);
 CudaStatus AddForwardDelays(uint32_t* delays);
 #endif
 
+#ifdef MEGAMOE_FAULTS
+// Waits for the current device and sets the fault that later calls have (pipeline/mutation.cuh).
+CudaStatus SetForwardFault(uint32_t fault);
+#endif
+
 }  // namespace megamoe

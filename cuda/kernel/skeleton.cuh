@@ -3,6 +3,7 @@
 #pragma once
 
 #include "pipeline/delay.cuh"
+#include "pipeline/mutation.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "roles/combine.cuh"
 #include "roles/dispatch.cuh"
@@ -56,7 +57,9 @@ struct Skeleton {
       const int comm_warp = warp - kFirstCommWarp;
       if (p.parts & kDispatch) {
         DispatchRole<Steps>(shared, p, comm_warp).Run();
-        ZeroUnrouted<Steps>(p, blockIdx.x * kCombineWarps + comm_warp, gridDim.x * kCombineWarps);
+        if (!HasFault(SeededFault::kUnroutedNotZeroed)) {
+          ZeroUnrouted<Steps>(p, blockIdx.x * kCombineWarps + comm_warp, gridDim.x * kCombineWarps);
+        }
       }
       if (p.parts & kCombine) {
         const int first = comm_warp * kCombineBatches;
@@ -125,6 +128,16 @@ static CudaStatus AddDelaysHere(uint32_t* delays) {
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaDeviceSynchronize());
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemcpyFromSymbol(found, num_delays, sizeof(found)));
   for (int i = 0; i < kNumDelaySites; ++i) delays[i] += found[i];
+  return {};
+}
+#endif
+
+#if defined(MEGAMOE_FAULTS) && defined(__CUDACC__)
+// The fault that the kernels of this file have (pipeline/mutation.cuh).
+static CudaStatus SetFaultHere(uint32_t fault) {
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaDeviceSynchronize());
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemcpyToSymbol(seeded_fault, &fault, sizeof(fault)));
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaDeviceSynchronize());
   return {};
 }
 #endif

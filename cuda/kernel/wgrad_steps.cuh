@@ -8,6 +8,7 @@
 #include "comm/wait.cuh"
 #include "kernel/dgrad_steps.cuh"
 #include "kernel/steps.cuh"
+#include "pipeline/mutation.cuh"
 #include "shared/backward.h"
 
 namespace megamoe {
@@ -37,7 +38,8 @@ struct RowsProduct {
   static constexpr ptx::Major kMajorB = ptx::Major::kMN;
 
   static __device__ __forceinline__ int NumKBlocks(const BackwardParams&, const TileItem& item) {
-    return (item.depth + kBlockK - 1) / kBlockK;
+    const int multiple = HasFault(SeededFault::kBlockOfPads) ? kTileRows : kBlockK;
+    return (item.depth + multiple - 1) / multiple * (multiple / kBlockK);
   }
   // 64 columns of A.
   template <bool kForBoth>
@@ -119,7 +121,8 @@ struct WgradDownStep : WgradStep {
                                                     const BackwardParams& p, const TileItem& item,
                                                     int consumer, int chunk, uint32_t staging) {
     ptx::TmaStore(maps.dw_down, staging, item.n * kDownColumns + chunk * Gradients::kChunkColumns,
-                  item.expert * p.I + item.row + consumer * kConsumerRows);
+                  item.expert * p.I + item.row +
+                      (consumer ^ HasFault(SeededFault::kHalvesSwapped)) * kConsumerRows);
   }
 };
 

@@ -17,6 +17,7 @@
 
 #include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
+#include "pipeline/mutation.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
 #include "ptx/math.cuh"
@@ -67,9 +68,12 @@ class CombineRole {
       const uint32_t words[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        v[i][2 * j] = fmaf(scale, ptx::LowBf16(words[j]), v[i][2 * j]);
-        v[i][2 * j + 1] = fmaf(scale, ptx::HighBf16(words[j]), v[i][2 * j + 1]);
+        v[i][2 * j] = Kept(fmaf(scale, ptx::LowBf16(words[j]), v[i][2 * j]));
+        v[i][2 * j + 1] = Kept(fmaf(scale, ptx::HighBf16(words[j]), v[i][2 * j + 1]));
       }
+    }
+    static __device__ __forceinline__ float Kept(float sum) {
+      return HasFault(SeededFault::kTokensInBf16) ? ptx::LowBf16(ptx::PackBf16(sum, 0)) : sum;
     }
     __device__ __forceinline__ uint4 Packed(int i) const {
       return {ptx::PackBf16(v[i][0], v[i][1]), ptx::PackBf16(v[i][2], v[i][3]),
@@ -154,7 +158,7 @@ class CombineRole {
   // Whether the rows of the current token are complete. Waits for it only when nothing else is to
   // do.
   __device__ __forceinline__ bool RowsAreReady() {
-    if (is_ready_) return true;
+    if (is_ready_ || HasFault(SeededFault::kSumBeforeRows)) return true;
     const int tile = max(row_, 0) / kTileRows;
     const Flag flag = Steps::RowsDone(p_, tile);
     if (!__all_sync(kAllLanes, row_ < 0 || IsRaised(flag))) {

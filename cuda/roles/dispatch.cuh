@@ -12,6 +12,7 @@
 #pragma once
 
 #include "pipeline/delay.cuh"
+#include "pipeline/mutation.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
 #include "ptx/sync.cuh"
@@ -107,7 +108,10 @@ class DispatchRole {
 #pragma unroll
       for (int i = 0; i < Steps::kDispatched; ++i) {
         const bool ends_row = next_slot < 0 && i + 1 == Steps::kDispatched;
-        const uint4* const source = Steps::DispatchFrom(p_, i);
+        const uint4* source = Steps::DispatchFrom(p_, i);
+        if (HasFault(SeededFault::kDyOfChoices) && i > 0) {
+          source += (int64_t{slot % p_.dims.T} - slot / p_.dims.K) * p_.H / kVector;
+        }
         uint4* const pool = Steps::DispatchTo(p_, i);
         for (int column = 0; column < p_.H; column += kPieceColumns) {
           const int columns = min(kPieceColumns, p_.H - column);
@@ -134,7 +138,7 @@ class DispatchRole {
     int num_rows = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) num_rows += slots.v[i] >= 0;
-    if (num_rows == kRows) return;
+    if (num_rows == kRows || HasFault(SeededFault::kPadsNotZeroed)) return;
     const int half = first / kConsumerRows * kConsumerRows;
     if (p_.plan.row_slot[half] < 0) return;  // no row in these 64, and nobody reads them
 #pragma unroll 1
@@ -181,6 +185,7 @@ class DispatchRole {
     ptx::BulkStore(end.to, pieces_ + piece * kPieceBytes, end.bytes);
     ptx::StoreCommit();
     ++num_stored_;
+    if (HasFault(SeededFault::kAnnounceBeforeCopies)) PublishUpTo(num_stored_);
     if (num_stored_ > kStoring) {
       ptx::StoreWait<static_cast<int>(kStoring)>();
       PublishUpTo(num_stored_ - kStoring);

@@ -15,6 +15,7 @@
 
 #include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
+#include "pipeline/mutation.cuh"
 #include "pipeline/products.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
@@ -47,7 +48,7 @@ class LoadRole {
       ExpectItem();
       int num_k_blocks = 0;
       Steps::With(item.step, [&]<typename Step>() {
-        if (!ready) WaitForInput<Step>(item);
+        if (!ready && !HasFault(SeededFault::kLoadBeforeInput)) WaitForInput<Step>(item);
         num_k_blocks = Step::Products::NumKBlocks(p_, item);
         item.expert_row = Step::ExpertRow(p_, item);
       });

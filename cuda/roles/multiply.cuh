@@ -8,6 +8,7 @@
 #pragma once
 
 #include "pipeline/delay.cuh"
+#include "pipeline/mutation.cuh"
 #include "pipeline/products.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
@@ -118,6 +119,9 @@ class MultiplyRole {
     constexpr auto kA = Product::kMajorA;
     constexpr auto kB = Product::kMajorB;
     const auto multiply = [&](uint32_t stage, int i, bool accumulate) {
+      if constexpr (Product::kIsOfRows) {
+        if (HasFault(SeededFault::kSumsInBf16) && i == 0) RoundToBf16(acc);
+      }
       const uint64_t a = ptx::TileDescriptor<kA>(stage + consumer_ * ptx::kChunkBytes);
       const uint64_t b = ptx::TileDescriptor<kB>(stage + kStageABytes);
       ptx::Wgmma<kA, kB>(a + i * ptx::kDescriptor16K<kA>, b + i * ptx::kDescriptor16K<kB>, acc,
@@ -135,7 +139,9 @@ class MultiplyRole {
       const int num_whole = num_k_blocks - 1;
       const uint32_t previous = ForEachStage(acc, num_whole, multiply_block);
       const uint32_t last = WaitForStage();
-      const int num_steps = (item.depth - num_whole * kBlockK + kStepK - 1) / kStepK;
+      const bool has_pads = HasFault(SeededFault::kBlockOfPads);
+      const int num_rows = has_pads ? num_k_blocks * kBlockK : item.depth;
+      const int num_steps = (num_rows - num_whole * kBlockK + kStepK - 1) / kStepK;
 #pragma unroll 1
       for (int i = 0; i < num_steps; ++i) {
         IssueProducts(acc,
@@ -144,6 +150,16 @@ class MultiplyRole {
       }
       EndProducts(acc, last);
     }
+  }
+
+  // What has been summed so far.
+  static __device__ __forceinline__ void RoundToBf16(float (&acc)[128]) {
+    ptx::WgmmaWait<0>();
+    ptx::PinRegisters(acc);
+#pragma unroll
+    for (int i = 0; i < 128; ++i) acc[i] = ptx::LowBf16(ptx::PackBf16(acc[i], 0));
+    ptx::PinRegisters(acc);
+    ptx::WgmmaFence();
   }
 
   // Calls issue(address of the stage, k) for each K-block. The products of one block are on their

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "pipeline/delay.cuh"
+#include "pipeline/mutation.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "ptx/tma.cuh"
@@ -48,8 +49,10 @@ class StoreRole {
         turns_ ^= 1u << turn;
         Delay(DelaySite::kStore, item.row * 64 + item.n * 8 + chunk * 2 + consumer);
         if (ptx::ElectOne()) {
-          Step::StoreChunk(maps_, p_, item, consumer, chunk,
-                           AddressOf(shared_.staging[consumer], buffer));
+          if (!IsLeftOut<Step>(item)) {
+            Step::StoreChunk(maps_, p_, item, consumer, chunk,
+                             AddressOf(shared_.staging[consumer], buffer));
+          }
           ptx::StoreCommit();
           ptx::StoreWaitRead<1>();
           if (previous != 0) ptx::BarrierArrive(previous);
@@ -64,13 +67,18 @@ class StoreRole {
       ptx::StoreWaitRead<0>();
       ptx::BarrierArrive(previous);
       if constexpr (Step::kIsPublished) {
-        ptx::StoreWaitAll();
+        if (!HasFault(SeededFault::kPublishBeforeStores)) ptx::StoreWaitAll();
         ptx::FenceAsyncGlobal();
         Delay(DelaySite::kStore, item.row * 64 + item.n);
         Step::Publish(p_, item);
       }
     }
     __syncwarp();
+  }
+
+  template <typename Step>
+  static __device__ __forceinline__ bool IsLeftOut(const TileItem& item) {
+    return HasFault(SeededFault::kEmptyExpertNotWritten) && !Step::kIsPublished && item.depth == 0;
   }
 
   SharedMemory& shared_;

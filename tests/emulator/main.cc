@@ -19,7 +19,7 @@ namespace {
 struct Header {
   int32_t T, K, E, H, I, num_blocks, pool_rows, num_items, num_waves;
   int32_t is_backward, num_steps, float_gradients;
-  int32_t multiprocessors, seed, has_failed, num_launches;
+  int32_t multiprocessors, seed, has_failed, fault, num_launches;
   int32_t launches[8];
 };
 
@@ -216,6 +216,7 @@ int main(int argc, char** argv) {
   const Header& h = *Read<Header>(file, 1);
   num_multiprocessors = h.multiprocessors;
   emulator::Seed(h.seed);
+  megamoe::seeded_fault = h.fault;
   const std::vector<int64_t> launches(h.launches, h.launches + h.num_launches);
   const LayerCall layer = ReadLayer(file, h, launches.data());
   Results results;

@@ -18,6 +18,7 @@ from tests.backward import (
     gradients,
     launched,
     operands,
+    sums_that_need_float32,
     unfused_bf16,
     with_gate,
 )
@@ -83,6 +84,13 @@ def test_a_route_of_weight_zero_has_its_gradient(weights: list[int]) -> None:
     batch = oracle((5, 2, 4, 64, 64), ids, np.tile(np.array(weights, np.float64), (5, 1)))
     found = gradients(batch)
     np.testing.assert_array_equal(found[1], np.tile(np.array([1, 4], np.float32), (5, 1)))
+    assert_exact(found, cases.oracle_results(batch))
+
+
+@pytest.mark.parametrize("of", ["dx", "dW"])
+def test_sums_are_float32(of: str) -> None:
+    batch = sums_that_need_float32()[of]
+    found = launched(*operands(batch, F32), dims=dims_of(batch))
     assert_exact(found, cases.oracle_results(batch))
 
 
