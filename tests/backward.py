@@ -59,6 +59,23 @@ def assert_same(found: Any, want: Any) -> None:
     assert len(found) == len(want)
 
 
+@jax.jit
+def bits(gradients: Any) -> list[jax.Array]:
+    """The gradients as unsigned integers, so that equal means equal bits."""
+    unsigned = {2: jnp.uint16, 4: jnp.uint32}
+    return [jax.lax.bitcast_convert_type(a, unsigned[a.dtype.itemsize]) for a in gradients]
+
+
+@jax.jit
+def num_that_differ(found: list[jax.Array], want: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.sum(a != b, dtype=jnp.int32) for a, b in zip(found, want, strict=True)]
+
+
+def num_values_that_differ(found: Any, want: Any) -> int:
+    """Of all gradients together, judged where the arrays are."""
+    return sum(int(n) for n in num_that_differ(bits(found), bits(want)))
+
+
 def with_gate(batch: Batch, gate: int) -> Batch:
     """The batch with `gate` added to every pre-activation of the gate, roughly."""
     x, w_gate = batch.x.copy(), batch.w_gate.copy()

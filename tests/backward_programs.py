@@ -1,18 +1,21 @@
-"""The CUDA backward under delays, in a process of its own: python -m tests.backward_programs delays
+"""Programs around the CUDA backward, each for a process of its own:
 
-FILE RUNS. As tests.forward_programs.
+    python -m tests.backward_programs NAME ARGUMENTS
+
+As tests.forward_programs.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe import _ffi
-from tests.backward import launched, operands
-from tests.cases import BF16, F32
+from tests import cases, compare
+from tests.backward import NAMES, bits, launched, num_that_differ, operands
+from tests.cases import BF16, F32, ROUTINGS
 from tests.forward import SIZES, dims_of, random_batch
 from tests.forward_programs import ROLES, done, load
 
@@ -23,18 +26,6 @@ BATCHES = (
     (SIZES[6], "skewed", BF16),
     (SIZES[5], "skewed", F32),
 )
-
-
-@jax.jit
-def bits(gradients: Any) -> list[jax.Array]:
-    """The gradients as unsigned integers, so that equal means equal bits."""
-    unsigned = {2: jnp.uint16, 4: jnp.uint32}
-    return [jax.lax.bitcast_convert_type(a, unsigned[a.dtype.itemsize]) for a in gradients]
-
-
-@jax.jit
-def num_that_differ(found: list[jax.Array], want: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.sum(a != b, dtype=jnp.int32) for a, b in zip(found, want, strict=True)]
 
 
 def calls() -> list[tuple[Any, list[Any]]]:
@@ -73,6 +64,32 @@ def delays(path: str, num_runs: str) -> None:
     done(runs=int(num_runs), delays=dict(zip(ROLES, num_delays.tolist(), strict=True)))
 
 
+def tiny() -> None:
+    """Small calls of every kind, fused and in parts, each exact: for a checker that slows them."""
+    num_calls = 0
+    for size, dtype in (((5, 8, 16, 64, 64), F32), ((150, 3, 6, 320, 192), BF16)):
+        tokens, choices, experts, hidden, intermediate = size
+        for routing in sorted(ROUTINGS):
+            ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
+            batch = cases.oracle(
+                ids,
+                0.125,
+                num_experts=experts,
+                hidden=hidden,
+                intermediate=intermediate,
+                dtype=BF16,
+            )
+            right = cases.oracle_results(batch)
+            for launches in (_ffi.BACKWARD_FUSED, _ffi.BACKWARD_UNFUSED):
+                found = launched(*operands(batch, dtype), dims=dims_of(batch), launches=launches)
+                for name, a in zip(NAMES, found, strict=True):
+                    compare.assert_exact(a, getattr(right, name), name)
+                num_calls += 1
+    done(calls=num_calls)
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {program.__name__: program for program in (delays, tiny)}
+
 if __name__ == "__main__":
-    assert sys.argv[1] == "delays"
-    delays(*sys.argv[2:])
+    name, *arguments = sys.argv[1:]
+    PROGRAMS[name](*arguments)

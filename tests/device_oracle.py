@@ -39,6 +39,46 @@ def rows_wrong(y: jax.Array, ids: np.ndarray, *, experts: int) -> list[int]:
     return np.flatnonzero(wrong)[:8].tolist()
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def cotangent(tokens: int, hidden: int) -> jax.Array:
+    """dy, bf16 [T, H]: 1 in the last column."""
+    last = jax.lax.broadcasted_iota(jnp.int32, (tokens, hidden), 1) == hidden - 1
+    return jnp.where(last, 1.0, 0.0).astype(jnp.bfloat16)
+
+
+def gradients_wrong(gradients: Any, ids: np.ndarray, *, experts: int) -> dict[str, list[int]]:
+    """Which of dx, dw, dw_gate, dw_up and dw_down of `operands` and `cotangent` are not exact.
+
+    All of them but dw are 0 except in the last column, or in the last row and column. As long as
+    rows of an expert times its tag stay below 2^24, float32 sums are exact in any order.
+
+    Returns:
+      For each that is wrong the first tokens, or experts, at most 8.
+    """
+    dx, dw, *weights = gradients
+    valid = (ids >= 0) & (ids < experts)
+    tag = tags(experts) * np.resize(np.asarray(COLUMN_SCALES, np.float32), dx.shape[1])[-1]
+    answer = np.where(valid, tag[np.where(valid, ids, 0)], np.float32(0))
+    sum_w = np.bincount(ids[valid], minlength=experts).astype(np.float32) * np.float32(WEIGHT)
+    wrong = {"dw": (np.asarray(dw) != answer).any(axis=1)}
+    sums = {"dx": np.float32(2 * WEIGHT) * answer.sum(axis=1, dtype=np.float32)}
+    sums |= {"dw_gate": sum_w * tag / 32, "dw_up": sum_w * tag, "dw_down": sum_w * 32}
+    for (name, right), a in zip(sums.items(), (dx, *weights), strict=True):
+        wrong[name] = np.asarray(_wrong_but_last(a, jnp.asarray(right)))
+    return {name: np.flatnonzero(w)[:8].tolist() for name, w in wrong.items() if w.any()}
+
+
+@jax.jit
+def _wrong_but_last(a: jax.Array, right: jax.Array) -> Any:
+    """Whether a[i] is anything but `right[i]` in its last place and 0 elsewhere; bool [N]."""
+    iotas = (jax.lax.broadcasted_iota(jnp.int32, a.shape, d) for d in range(1, a.ndim))
+    last = functools.reduce(
+        jnp.logical_and, (i == n - 1 for i, n in zip(iotas, a.shape[1:], strict=True))
+    )
+    places = right.reshape(-1, *[1] * (a.ndim - 1)).astype(a.dtype)
+    return jnp.any(a != jnp.where(last, places, jnp.zeros((), a.dtype)), axis=range(1, a.ndim))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def _build(tokens: int, tags: jax.Array, hidden: int, intermediate: int) -> list[jax.Array]:
     shape_up = (tags.size, hidden, intermediate)
@@ -63,6 +103,23 @@ def _build(tokens: int, tags: jax.Array, hidden: int, intermediate: int) -> list
 def _rows_wrong(y: jax.Array, sums: jax.Array) -> Any:
     right = (sums[:, None] * scales(y.shape[1])[None, :]).astype(y.dtype)
     return jnp.any(y != right, axis=1)
+
+
+@jax.jit
+def irregular(x: Any, ids: Any, weight: Any, *experts: Any) -> list[Any]:
+    """Arrays of the same shapes, full of numbers that stay about 1 after each product."""
+    up, _, down = (a.shape[1] ** -0.5 for a in experts)
+    scales = (1.0, 0.5, up, up, down)
+    filled = [_wave(a, scale) for a, scale in zip((x, weight, *experts), scales, strict=True)]
+    return [filled[0], ids, *filled[1:]]
+
+
+def _wave(like: Any, scale: float) -> Any:
+    """Quicker to compile than random numbers, and as good for comparing bits."""
+    steps = (1.7, 2.3, 3.1)
+    iotas = (jax.lax.broadcasted_iota(jnp.float32, like.shape, d) for d in range(like.ndim))
+    angle = sum(step * iota for step, iota in zip(steps, iotas, strict=False))
+    return (scale * 2**0.5 * jnp.sin(angle + 0.5)).astype(like.dtype)
 
 
 def scales(hidden: int) -> jax.Array:

@@ -28,29 +28,12 @@ def check(ids: np.ndarray, *, experts: int, hidden: int, intermediate: int) -> N
     np.testing.assert_array_equal(counts, np.bincount(valid, minlength=experts))
 
     dims = one_rank(T=ids.shape[0], K=ids.shape[1], E=experts, H=hidden, I=intermediate)
-    arrays = irregular(*arrays)
+    arrays = device_oracle.irregular(*arrays)
     unfused, _ = launched(*arrays, dims=dims, launches=_ffi.UNFUSED)
     assert bool(jnp.any(unfused != 0)) == bool(valid.size)
     for _ in range(2):
         fused, _ = launched(*arrays, dims=dims, launches=_ffi.FUSED)
         assert int(num_rows_that_differ(fused, unfused)) == 0
-
-
-@jax.jit
-def irregular(x: Any, ids: Any, weight: Any, *experts: Any) -> list[Any]:
-    """Arrays of the same shapes, full of numbers that stay about 1 after each product."""
-    up, _, down = (a.shape[1] ** -0.5 for a in experts)
-    scales = (1.0, 0.5, up, up, down)
-    filled = [wave(a, scale) for a, scale in zip((x, weight, *experts), scales, strict=True)]
-    return [filled[0], ids, *filled[1:]]
-
-
-def wave(like: Any, scale: float) -> Any:
-    """Quicker to compile than random numbers, and as good for comparing bits."""
-    steps = (1.7, 2.3, 3.1)
-    iotas = (jax.lax.broadcasted_iota(jnp.float32, like.shape, d) for d in range(like.ndim))
-    angle = sum(step * iota for step, iota in zip(steps, iotas, strict=False))
-    return (scale * 2**0.5 * jnp.sin(angle + 0.5)).astype(like.dtype)
 
 
 @pytest.mark.parametrize("choices", [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32])

@@ -1,0 +1,124 @@
+"""The backward at every size: exact by the oracle, and fused equal to its parts bitwise."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_megamoe import _ffi
+from jax_megamoe.config import Dims
+from jax_megamoe.plan import backward_steps, plan_sizes
+from tests import device_oracle
+from tests.backward import launched, num_values_that_differ
+from tests.cases import BF16, F32, ROUTINGS
+from tests.forward import one_rank
+
+pytestmark = pytest.mark.gpu
+
+ROW_STARTS = 2**31  # elements of an array, past which an int32 offset is wrong
+
+
+def dims_for(ids: np.ndarray, *, experts: int, hidden: int, intermediate: int) -> Dims:
+    return one_rank(T=ids.shape[0], K=ids.shape[1], E=experts, H=hidden, I=intermediate)
+
+
+def check_oracle(
+    ids: np.ndarray, *, weight_dtype: np.dtype = BF16, experts: int, hidden: int, intermediate: int
+) -> None:
+    sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate}
+    *tokens, w_gate, w_up, w_down = device_oracle.operands(ids, **sizes)
+    weights = [w.astype(weight_dtype) for w in (w_gate, w_up, w_down)]
+    dy = device_oracle.cotangent(ids.shape[0], hidden)
+    found = launched(dy, *tokens, *weights, dims=dims_for(ids, **sizes))
+    assert device_oracle.gradients_wrong(found, ids, experts=experts) == {}
+
+
+def check(ids: np.ndarray, *, experts: int, hidden: int, intermediate: int) -> None:
+    """The oracle exactly; on irregular tokens and weights the fused kernel equals its parts."""
+    check_oracle(ids, experts=experts, hidden=hidden, intermediate=intermediate)
+    sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate}
+    dims = dims_for(ids, **sizes)
+    arrays = device_oracle.irregular(*device_oracle.operands(ids, **sizes))
+    dy = jnp.flip(arrays[0], axis=0)
+    unfused = launched(dy, *arrays, dims=dims, launches=_ffi.BACKWARD_UNFUSED)
+    has_routes = bool(((ids >= 0) & (ids < experts)).any())
+    assert all(bool(jnp.any(a != 0)) == has_routes for a in unfused)
+    for _ in range(2):
+        assert num_values_that_differ(launched(dy, *arrays, dims=dims), unfused) == 0
+
+
+@pytest.mark.parametrize("choices", [1, 2, 7, 8, 9, 17, 32])
+def test_choices(choices: int) -> None:
+    ids = ROUTINGS["duplicates"](tokens=301, choices=choices, experts=40)
+    check(ids, experts=40, hidden=128, intermediate=64)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 7, 100, 255, 257, 512])
+def test_experts(experts: int) -> None:
+    ids = ROUTINGS["distinct"](tokens=700, choices=min(experts, 8), experts=experts)
+    check(ids, experts=experts, hidden=128, intermediate=64)
+
+
+@pytest.mark.parametrize("routing", sorted(ROUTINGS))
+@pytest.mark.parametrize("tokens", [1, 127, 4097])
+def test_tokens(tokens: int, routing: str) -> None:
+    ids = ROUTINGS[routing](tokens=tokens, choices=4, experts=32)
+    check(ids, experts=32, hidden=128, intermediate=64)
+
+
+# One expert's share of them all is too many rows for exact sums.
+@pytest.mark.parametrize("routing", ["distinct", "invalid"])
+@pytest.mark.parametrize("tokens", [65_537, 140_000])
+def test_most_tokens(tokens: int, routing: str) -> None:
+    ids = ROUTINGS[routing](tokens=tokens, choices=8, experts=64)
+    check(ids, experts=64, hidden=256, intermediate=128)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate"),
+    [
+        (2880, 2880),
+        (4096, 704),
+        (7168, 2048),
+        (8192, 3072),
+        (2048, 768),
+        (5120, 1536),
+        (64, 64),
+        (64, 192),
+    ],
+)
+def test_sizes_of_known_models(hidden: int, intermediate: int) -> None:
+    ids = ROUTINGS["distinct"](tokens=333, choices=2, experts=8)
+    check(ids, experts=8, hidden=hidden, intermediate=intermediate)
+
+
+def test_float32_gradients_of_a_known_model() -> None:
+    ids = ROUTINGS["skewed"](tokens=1000, choices=8, experts=16)
+    check_oracle(ids, weight_dtype=F32, experts=16, hidden=2048, intermediate=768)
+
+
+# T, K, E, H, I and which array exceeds 2**31 elements; all to one expert makes the last row count.
+LARGE = {
+    "pools": (65_536, 8, 8, 8192, 64),
+    "pools of one expert": (65_536, 8, 8, 8192, 64),
+    "x": (140_000, 1, 8, 16_384, 64),
+    "dg": (140_000, 1, 8, 64, 16_384),
+}
+
+
+@pytest.mark.parametrize("name", sorted(LARGE))
+def test_row_offsets_beyond_32_bits(name: str) -> None:
+    T, K, E, H, I = LARGE[name]
+    routing = "one_expert" if "one expert" in name else "distinct"
+    ids = ROUTINGS[routing](tokens=T, choices=K, experts=E)
+    dims = one_rank(T=T, K=K, E=E, H=H, I=I)
+    rows = plan_sizes(dims, backward_steps(dims)).pool_rows
+    assert {"pools": rows * H, "x": T * H, "dg": rows * I}[name.split()[0]] > ROW_STARTS
+    check_oracle(ids, experts=E, hidden=H, intermediate=I)
+
+
+def test_weight_offsets_beyond_32_bits() -> None:
+    """40 experts of 2.7e9 elements a weight; half of the tokens go to the last expert."""
+    E, H, I = 40, 4096, 16_384
+    assert E * H * I > ROW_STARTS
+    ids = np.where(np.arange(64) < 32, 39, 31 + np.arange(64) % 8)[:, None].astype(np.int32)
+    check_oracle(ids, experts=E, hidden=H, intermediate=I)
