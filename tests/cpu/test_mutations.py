@@ -6,6 +6,7 @@ So each of them is a real one; tests/gpu/test_mutations.py has those of the kern
 import functools
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests import emulated
 from tests.cpu import test_emulated_kernels as suite
 from tests.mutations import FAULTS, ORDERING, SEMANTIC, Fault, failing, table
 
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "testing.md"
 # The suite's own, by what they show; the first ones find most and are the fastest.
 CHECKS: dict[str, Callable[[], None]] = {
     "oracle, half tiles": functools.partial(
@@ -46,6 +48,12 @@ def test_the_faults_are_five_kinds_of_four() -> None:
     assert len(FAULTS) == 20 and len({fault.name for fault in FAULTS}) == 20
     kinds = Counter(fault.kind for fault in FAULTS)
     assert len(kinds) == 5 and set(kinds.values()) == {4} and ORDERING in kinds
+
+
+def test_the_docs_have_them_all() -> None:
+    text = DOCS.read_text()
+    rows = [f"| {fault.kind} | {fault.name} | {fault.what} |" for fault in FAULTS]
+    assert [row for row in rows if row not in text] == []
 
 
 def test_without_a_fault_all_pass() -> None:
