@@ -1,4 +1,5 @@
-// The backward of the layer in one persistent kernel, for either dtype of the weight gradients.
+// The backward of the layer in one persistent kernel, for either dtype of the weight gradients,
+// with g and u kept by the forward or not.
 #include "kernel/backward.h"
 #include "kernel/backward_steps.cuh"
 #include "kernel/skeleton.cuh"
@@ -6,25 +7,32 @@
 namespace megamoe {
 namespace {
 
-template <typename Gradients>
+template <typename Gradients, bool kTakesGateUp>
 __global__ __cluster_dims__(kPairBlocks)
     __launch_bounds__(kBlockThreads,
                       1) void BackwardKernel(const __grid_constant__ BackwardMaps maps,
                                              const __grid_constant__ BackwardParams p) {
-  Skeleton<BackwardSteps<Gradients>>::Run(maps, p);
+  Skeleton<BackwardSteps<Gradients, kTakesGateUp>>::Run(maps, p);
 }
+
+using Kernel = void (*)(BackwardMaps, BackwardParams);
+// By 2 * float_gradients + (g and u are kept).
+constexpr Kernel kKernels[] = {
+    BackwardKernel<Bf16Gradients, false>, BackwardKernel<Bf16Gradients, true>,
+    BackwardKernel<F32Gradients, false>, BackwardKernel<F32Gradients, true>};
 
 }  // namespace
 
 CudaStatus LoadBackward() {
-  if (CudaStatus status = LoadKernel(BackwardKernel<Bf16Gradients>); !status.ok()) return status;
-  return LoadKernel(BackwardKernel<F32Gradients>);
+  for (const Kernel kernel : kKernels) {
+    if (CudaStatus status = LoadKernel(kernel); !status.ok()) return status;
+  }
+  return {};
 }
 
 CudaStatus LaunchBackward(cudaStream_t stream, int num_multiprocessors, const BackwardMaps& maps,
                           const BackwardParams& params, bool float_gradients, bool starts_early) {
-  const auto kernel =
-      float_gradients ? BackwardKernel<F32Gradients> : BackwardKernel<Bf16Gradients>;
+  const Kernel kernel = kKernels[2 * float_gradients + (params.gate_up != nullptr)];
   return LaunchKernel(kernel, stream, num_multiprocessors, maps, params, starts_early);
 }
 

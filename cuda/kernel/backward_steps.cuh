@@ -9,10 +9,12 @@
 
 namespace megamoe {
 
-template <typename Gradients>
+// Gradients: how those of the weights are stored. kTakesGateUp: the forward has kept g and u.
+template <typename Gradients, bool kTakesGateUp>
 struct BackwardSteps {
   using Params = BackwardParams;
   using Maps = BackwardMaps;
+  using DgradDown = DgradDownStep<kTakesGateUp>;
 
   static constexpr uint32_t kProductParts = kDgradDown | kDgradGateUp | kWgradDown | kWgradGateUp;
   // Registers of a thread: the first warpgroup gives some to the two that multiply.
@@ -24,8 +26,8 @@ struct BackwardSteps {
   // Calls f.template operator()<Step>() for the step with the given number.
   template <typename F>
   static __device__ __forceinline__ void With(int step, F&& f) {
-    if (step == DgradDownStep::kStep) {
-      f.template operator()<DgradDownStep>();
+    if (step == DgradDown::kStep) {
+      f.template operator()<DgradDown>();
     } else if (step == DgradGateUpStep::kStep) {
       f.template operator()<DgradGateUpStep>();
     } else if (step == WgradDownStep<Gradients>::kStep) {
@@ -45,6 +47,7 @@ struct BackwardSteps {
   static __device__ __forceinline__ uint4* DispatchTo(const Params& p, int i) {
     return i == 0 ? p.x_pool : p.dy_pool;
   }
+  static __device__ __forceinline__ void ZeroUnused(const Params&, int, int) {}
 
   // ---- combine: dx is the plain sum of a token's rows; dw of a route that of its column tiles, in
   // their order ----

@@ -1,7 +1,10 @@
 // The steps of the backward over pool rows: the gradients of gate and up, then those of x.
 #pragma once
 
+#include <type_traits>
+
 #include "comm/wait.cuh"
+#include "kernel/gate_up.cuh"
 #include "kernel/steps.cuh"
 #include "pipeline/mutation.cuh"
 #include "ptx/activation.cuh"
@@ -59,9 +62,13 @@ struct DgradDownProduct : TokenProduct<ptx::Major::kK> {
 };
 
 // d(g, u) = w dh (silu'(g) u, silu(g)), w h and the tile's share of dw = <h, dh>: 128 rows x 128
-// columns of each. g and u are computed again, and rounded to bf16.
+// columns of each. g and u are computed again and rounded to bf16, or taken from what the forward
+// has kept, which are the same bits.
+template <bool kKeptGateUp>
 struct DgradDownStep : TokenStep {
-  using Products = ProductList<RecomputeProduct, DgradDownProduct>;
+  using Products = std::conditional_t<kKeptGateUp, ProductList<DgradDownProduct>,
+                                      ProductList<RecomputeProduct, DgradDownProduct>>;
+  static constexpr bool kTakesGateUp = kKeptGateUp;
   static constexpr int kStep = 0;
   static constexpr Part kPart = kDgradDown;
   // 64 columns of dg, w h and du, then the other 64.
@@ -105,10 +112,13 @@ struct DgradDownStep : TokenStep {
   };
   static __device__ __forceinline__ Rows ReadRows(const BackwardParams& p, const TileItem& item,
                                                   int consumer) {
-    const int lane = threadIdx.x % kWarpThreads;
-    const int warp = threadIdx.x % kGroupThreads / kWarpThreads;
-    const int row = item.row + consumer * kConsumerRows + warp * 16 + lane / 4;
+    const int row = item.row + consumer * kConsumerRows + ThreadRow();
     return {row, {p.plan.row_slot[row], p.plan.row_slot[row + 8]}, {0, 0}};
+  }
+
+  static __device__ __forceinline__ void TakeGateUp(const BackwardParams& p, const TileItem& item,
+                                                    int consumer, uint32_t (&gu)[64]) {
+    LoadGateUp(p.gate_up, p, item, consumer, gu);
   }
 
   // gu: packed, 32 words of g and 32 of u, which du replaces. dh is left undefined.

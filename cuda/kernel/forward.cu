@@ -1,4 +1,4 @@
-// The forward of the layer in one persistent kernel.
+// The forward of the layer in one persistent kernel, with g and u kept or not.
 #include "kernel/forward.h"
 #include "kernel/forward_steps.cuh"
 #include "kernel/skeleton.cuh"
@@ -6,20 +6,25 @@
 namespace megamoe {
 namespace {
 
+template <bool kKeepsGateUp>
 __global__ __cluster_dims__(kPairBlocks)
     __launch_bounds__(kBlockThreads,
                       1) void ForwardKernel(const __grid_constant__ ForwardMaps maps,
                                             const __grid_constant__ ForwardParams p) {
-  Skeleton<ForwardSteps>::Run(maps, p);
+  Skeleton<ForwardSteps<kKeepsGateUp>>::Run(maps, p);
 }
 
 }  // namespace
 
-CudaStatus LoadForward() { return LoadKernel(ForwardKernel); }
+CudaStatus LoadForward() {
+  if (CudaStatus status = LoadKernel(ForwardKernel<false>); !status.ok()) return status;
+  return LoadKernel(ForwardKernel<true>);
+}
 
 CudaStatus LaunchForward(cudaStream_t stream, int num_multiprocessors, const ForwardMaps& maps,
                          const ForwardParams& params, bool starts_early) {
-  return LaunchKernel(ForwardKernel, stream, num_multiprocessors, maps, params, starts_early);
+  const auto kernel = params.gate_up != nullptr ? ForwardKernel<true> : ForwardKernel<false>;
+  return LaunchKernel(kernel, stream, num_multiprocessors, maps, params, starts_early);
 }
 
 #ifdef MEGAMOE_DELAYS

@@ -1,7 +1,10 @@
 // The two GEMMs of the forward: what each reads, waits on, signals, and how its result is finished.
 #pragma once
 
+#include <type_traits>
+
 #include "comm/wait.cuh"
+#include "kernel/gate_up.cuh"
 #include "kernel/steps.cuh"
 #include "ptx/activation.cuh"
 #include "shared/forward.h"
@@ -32,8 +35,8 @@ struct GateUpProduct : TokenProduct<> {
   }
 };
 
-// h = silu(x Wg) * (x Wu): 128 rows x (128 gate + the same 128 up) columns.
-struct GateUpStep : TokenStep {
+// h = silu(x Wg) * (x Wu): 128 rows x (128 gate + the same 128 up) columns; g and u are dropped.
+struct PlainGateUpStep : TokenStep {
   using Products = ProductList<GateUpProduct>;
   static constexpr int kStep = 0;
   static constexpr Part kPart = kGateUp;
@@ -67,6 +70,23 @@ struct GateUpStep : TokenStep {
                                                     uint32_t staging) {
     ptx::TmaStore(maps.h, staging, item.n * kGateUpColumns + chunk * 64,
                   item.row + consumer * kConsumerRows);
+  }
+};
+
+// The same with g and u kept.
+struct KeepingGateUpStep : PlainGateUpStep {
+  static __device__ __forceinline__ RowBits Begin(const ForwardParams& p, const TileItem& item,
+                                                  int consumer) {
+    return RowBits::Of(p, item, consumer);
+  }
+  static __device__ __forceinline__ void Keep(const ForwardParams& p, const TileItem& item,
+                                              int consumer, const RowBits& rows,
+                                              const float (&acc)[128]) {
+    StoreGateUp(p.gate_up, p, item, consumer, rows, acc);
+  }
+  static __device__ __forceinline__ void KeepPads(const ForwardParams& p, const TileItem& item,
+                                                  int consumer) {
+    StoreNoGateUp(p.gate_up, p, item, consumer);
   }
 };
 
@@ -123,10 +143,12 @@ struct DownStep : TokenStep {
   }
 };
 
-// What the roles need to know of the forward.
+// What the roles need to know of the forward. kKeepsGateUp: it stores g and u for the backward.
+template <bool kKeepsGateUp>
 struct ForwardSteps {
   using Params = ForwardParams;
   using Maps = ForwardMaps;
+  using GateUp = std::conditional_t<kKeepsGateUp, KeepingGateUpStep, PlainGateUpStep>;
 
   static constexpr uint32_t kProductParts = kGateUp | kDown;
   // Registers of a thread: the first warpgroup gives some to the two that multiply.
@@ -139,8 +161,8 @@ struct ForwardSteps {
   // Calls f.template operator()<Step>() for the step with the given number.
   template <typename F>
   static __device__ __forceinline__ void With(int step, F&& f) {
-    if (step == GateUpStep::kStep) {
-      f.template operator()<GateUpStep>();
+    if (step == GateUp::kStep) {
+      f.template operator()<GateUp>();
     } else {
       f.template operator()<DownStep>();
     }
@@ -153,6 +175,18 @@ struct ForwardSteps {
   static constexpr bool kZeroPads = false;
   static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int) { return p.x; }
   static __device__ __forceinline__ uint4* DispatchTo(const Params& p, int) { return p.pool; }
+  // What is kept behind the last tile, a warp's share of it.
+  static __device__ __forceinline__ void ZeroUnused(const Params& p, int warp, int num_warps) {
+    if constexpr (kKeepsGateUp) {
+      const int64_t row_vectors = 2 * p.I / kVector;
+      const int64_t end = p.pool_rows * row_vectors;
+      int64_t i = p.plan.expert_start[p.dims.experts_per_rank()] * row_vectors;
+      i += warp * kWarpThreads + threadIdx.x % kWarpThreads;
+      for (; i < end; i += num_warps * kWarpThreads) {
+        ptx::StoreStreaming(p.gate_up + i, uint4{0, 0, 0, 0});
+      }
+    }
+  }
 
   // ---- combine: the weighted sum of o ----
 

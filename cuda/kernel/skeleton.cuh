@@ -33,17 +33,20 @@ struct Skeleton {
     ptx::WaitForPreviousKernel();
     // Uniform over the warp, and the compiler knows it.
     const int group = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);
-    const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads, 0);
     // setmaxnreg takes effect only if all that follows it is one branch.
     if (group == 0) {
       ptx::GiveRegisters<Steps::kServiceRegisters>();
-      Serve(shared, maps, p, warp);
+      Serve(shared, maps, p, Warp());
       ptx::ClusterSync();  // the peer may still arrive here
     } else {
       ptx::TakeRegisters<Steps::kMultiplyRegisters>();
-      MultiplyThenHelp(shared, p, group - 1, warp - kGroupThreads / kWarpThreads);
+      MultiplyThenHelp(shared, p, group - 1);
       ptx::ClusterSync();
     }
+  }
+
+  static __device__ __forceinline__ int Warp() {
+    return __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads, 0);
   }
 
   static __device__ __forceinline__ void Serve(SharedMemory& shared, const Maps& maps,
@@ -57,9 +60,10 @@ struct Skeleton {
       const int comm_warp = warp - kFirstCommWarp;
       if (p.parts & kDispatch) {
         DispatchRole<Steps>(shared, p, comm_warp).Run();
-        if (!HasFault(SeededFault::kUnroutedNotZeroed)) {
-          ZeroUnrouted<Steps>(p, blockIdx.x * kCombineWarps + comm_warp, gridDim.x * kCombineWarps);
-        }
+        const int of_grid = blockIdx.x * kCombineWarps + comm_warp;
+        const int num_warps = gridDim.x * kCombineWarps;
+        if (!HasFault(SeededFault::kUnroutedNotZeroed)) ZeroUnrouted<Steps>(p, of_grid, num_warps);
+        Steps::ZeroUnused(p, of_grid, num_warps);
       }
       if (p.parts & kCombine) {
         const int first = comm_warp * kCombineBatches;
@@ -72,7 +76,7 @@ struct Skeleton {
 
   // The products of one warpgroup, then a share of the sums that are left.
   static __device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const Params& p,
-                                                          int consumer, int consumer_warp) {
+                                                          int consumer) {
     if (p.parts & Steps::kProductParts) MultiplyRole<Steps>(shared, p, consumer).Run();
     if (p.parts & kCombine) {
       // The stages become batches: no product may read them any more. Nor does the peer copy into
@@ -80,7 +84,7 @@ struct Skeleton {
       __syncwarp();
       if (ptx::ElectOne()) ptx::BarrierArrive(AddressOf(shared.products_end, 0));
       ptx::BarrierWait(AddressOf(shared.products_end, 0), 0);
-      const int first = consumer_warp * kHelperBatches;
+      const int first = (Warp() - kGroupWarps) * kHelperBatches;
       CombineRole<Steps, kHelperBatches>(p, reinterpret_cast<Batch*>(shared.stages) + first,
                                          AddressOf(shared.batch_full, kAllCombineBatches + first))
           .Run();

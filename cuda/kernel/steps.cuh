@@ -41,8 +41,33 @@ __device__ __forceinline__ void PutRounded(const Staging& staging, const float (
   staging.Put(chunk, c, packed);
 }
 
+// The first of the two rows, 8 apart, of which a product leaves a thread its sums: of the
+// consumer's.
+__device__ __forceinline__ int ThreadRow() {
+  return threadIdx.x % kGroupThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
+}
+
+// What a step does not do unless it says so.
+struct PlainStep {
+  // Its last product needs g and u, which the forward has kept.
+  static constexpr bool kTakesGateUp = false;
+
+  // Keeps more than its result: Begin comes before the products, Keep behind them, and KeepPads in
+  // a consumer whose half of the tile is all pads.
+  struct Nothing {};
+  template <typename Params>
+  static __device__ __forceinline__ Nothing Begin(const Params&, const TileItem&, int) {
+    return {};
+  }
+  template <typename Params>
+  static __device__ __forceinline__ void Keep(const Params&, const TileItem&, int, Nothing,
+                                              const float (&)[128]) {}
+  template <typename Params>
+  static __device__ __forceinline__ void KeepPads(const Params&, const TileItem&, int) {}
+};
+
 // A step whose tiles are pool rows.
-struct TokenStep {
+struct TokenStep : PlainStep {
   // Its result is read within the call, by whoever waits for the counters that Publish adds to.
   static constexpr bool kIsPublished = true;
 

@@ -61,7 +61,7 @@ struct RowsProduct {
 };
 
 // What both steps do; their M-tiles are the same for every expert.
-struct WgradStep {
+struct WgradStep : PlainStep {
   static constexpr bool kIsPublished = false;
 
   static __device__ __forceinline__ int Depth(const BackwardParams& p, int expert) {

@@ -151,6 +151,24 @@ __device__ __forceinline__ void AddRelease(uint32_t* flag, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
+// ---- 16 bytes of global memory that nobody reads soon again: the first to leave the caches ----
+
+__device__ __forceinline__ uint4 LoadStreaming(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void StoreStreaming(uint4* to, uint4 v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
+// ---- shared memory ----
+
 __device__ __forceinline__ uint4 LoadShared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"

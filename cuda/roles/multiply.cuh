@@ -36,6 +36,7 @@ class MultiplyRole {
         Delay(DelaySite::kMultiply, item.row * 64 + item.n);
         if (consumer_ >= item.num_consumers) {
           Skip(Step::Products::NumKBlocks(p_, item));
+          if (item.num_consumers > 0) Step::KeepPads(p_, item, consumer_);
         } else {
           MultiplyAndFinish<Step>(typename Step::Products(), item);
         }
@@ -69,7 +70,9 @@ class MultiplyRole {
 
   template <typename Step, typename Product>
   __device__ __forceinline__ void MultiplyAndFinish(ProductList<Product>, const TileItem& item) {
-    if constexpr (Steps::kKeepsAccumulators) {
+    if constexpr (Step::kTakesGateUp) {
+      MultiplyAndFinishGateUp<Step, Product>(item);
+    } else if constexpr (Steps::kKeepsAccumulators) {
       MultiplyAndFinish<Step, Product>(acc_, item);
     } else {
       float acc[128];
@@ -80,7 +83,9 @@ class MultiplyRole {
 
   template <typename Step, typename Product>
   __device__ __forceinline__ void MultiplyAndFinish(float (&acc)[128], const TileItem& item) {
+    const auto begun = Step::Begin(p_, item, consumer_);
     Multiply<Product>(acc, item);
+    Step::Keep(p_, item, consumer_, begun, acc);
 #pragma unroll
     for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
       staging_.Open(chunk);
@@ -113,8 +118,31 @@ class MultiplyRole {
     Step::Finish(p_, item, rows, first, acc, staging_);
   }
 
-  template <typename Product, int kAccumulators>
-  __device__ __forceinline__ void Multiply(float (&acc)[kAccumulators], const TileItem& item) {
+  // As the two products, of which memory has what the first one would leave. Whatever takes time
+  // begins before the product or while it runs.
+  template <typename Step, typename Product>
+  __device__ __forceinline__ void MultiplyAndFinishGateUp(const TileItem& item) {
+    auto rows = Step::ReadRows(p_, item, consumer_);
+    uint32_t gate_up[64];
+    Step::TakeGateUp(p_, item, consumer_, gate_up);
+    const int read_more_at = min(kReadMoreAt, Product::NumKBlocks(p_, item) - 1);
+    float acc[64];
+    Clear(acc);
+    Multiply<Product>(acc, item, [&](int k) {
+      if (k == read_more_at) rows.ReadMore(p_);
+    });
+    Step::Finish(p_, item, rows, gate_up, acc, staging_);
+  }
+  static constexpr int kReadMoreAt = 2;  // K-blocks, by which what ReadRows reads has come
+
+  struct Nothing {
+    __device__ __forceinline__ void operator()(int) const {}
+  };
+
+  // Calls meanwhile(k) when the products of K-block k have been issued.
+  template <typename Product, int kAccumulators, typename F = Nothing>
+  __device__ __forceinline__ void Multiply(float (&acc)[kAccumulators], const TileItem& item,
+                                           F meanwhile = {}) {
     static_assert(kAccumulators * 2 == Product::kColumns);
     constexpr auto kA = Product::kMajorA;
     constexpr auto kB = Product::kMajorB;
@@ -133,19 +161,20 @@ class MultiplyRole {
     };
     const int num_k_blocks = Product::NumKBlocks(p_, item);
     if constexpr (!Product::kIsOfRows) {
-      EndProducts(acc, ForEachStage(acc, num_k_blocks, multiply_block));
+      EndProducts(acc, ForEachStage(acc, num_k_blocks, multiply_block, meanwhile));
     } else if (num_k_blocks > 0) {  // nothing to add leaves 0
       // Of the last block only as much as there are rows.
       const int num_whole = num_k_blocks - 1;
-      const uint32_t previous = ForEachStage(acc, num_whole, multiply_block);
+      const uint32_t previous = ForEachStage(acc, num_whole, multiply_block, meanwhile);
       const uint32_t last = WaitForStage();
       const bool has_pads = HasFault(SeededFault::kBlockOfPads);
       const int num_rows = has_pads ? num_k_blocks * kBlockK : item.depth;
       const int num_steps = (num_rows - num_whole * kBlockK + kStepK - 1) / kStepK;
 #pragma unroll 1
       for (int i = 0; i < num_steps; ++i) {
-        IssueProducts(acc,
-                      [&] { multiply(AddressOf(shared_.stages, last), i, (num_whole | i) != 0); });
+        IssueProducts(
+            acc, [&] { multiply(AddressOf(shared_.stages, last), i, (num_whole | i) != 0); },
+            [] {});
         if (i == 0 && num_whole > 0) ReleaseStage(previous);
       }
       EndProducts(acc, last);
@@ -165,14 +194,15 @@ class MultiplyRole {
   // Calls issue(address of the stage, k) for each K-block. The products of one block are on their
   // way while those of the next are issued; those of the last one still are at the end. Returns its
   // stage.
-  template <int kAccumulators, typename F>
+  template <int kAccumulators, typename F, typename G>
   __device__ __forceinline__ uint32_t ForEachStage(float (&acc)[kAccumulators], int num_k_blocks,
-                                                   F issue) {
+                                                   F issue, G meanwhile) {
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
       const uint32_t stage = WaitForStage();
-      IssueProducts(acc, [&] { issue(AddressOf(shared_.stages, stage), k); });
+      IssueProducts(
+          acc, [&] { issue(AddressOf(shared_.stages, stage), k); }, [&] { meanwhile(k); });
       if (k > 0) ReleaseStage(previous);
       previous = stage;
     }
@@ -187,14 +217,16 @@ class MultiplyRole {
     return stage;
   }
 
-  // Issues products as one group; all before it are then complete in this warp.
-  template <int kAccumulators, typename F>
-  __device__ __forceinline__ void IssueProducts(float (&acc)[kAccumulators], F issue) {
+  // Issues products as one group, then calls meanwhile(); all products before the group are then
+  // complete in this warp.
+  template <int kAccumulators, typename F, typename G>
+  __device__ __forceinline__ void IssueProducts(float (&acc)[kAccumulators], F issue, G meanwhile) {
     ptx::PinRegisters(acc);
     ptx::WgmmaFence();
     issue();
     ptx::WgmmaCommit();
     ptx::PinRegisters(acc);
+    meanwhile();
     ptx::WgmmaWait<1>();
   }
 

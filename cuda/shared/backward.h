@@ -16,6 +16,7 @@ struct BackwardParams : LayerParams {
   uint32_t* dx_done;      // [tiles]: N-tiles of dx_pool that are in memory
   const uint4* x;         // [T, H] bf16
   const uint4* dy;        // [T, H] bf16
+  const uint4* gate_up;   // [P, 2 I] bf16, of the forward; null: g and u are computed again
   uint4* x_pool;          // [P, H] bf16: x of each row; 0 in the pads of its last 64 rows
   uint4* dy_pool;         // [P, H] bf16: dy likewise
   const uint4* dx_pool;   // [P, H] bf16: dx of each row

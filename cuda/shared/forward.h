@@ -11,11 +11,13 @@
 namespace megamoe {
 
 struct ForwardParams : LayerParams {
-  uint32_t* h_done;  // [tiles]: N-tiles of h that are in memory
-  uint32_t* o_done;  // [tiles]: N-tiles of o that are in memory
-  const uint4* x;    // [T, H] bf16
-  uint4* pool;       // [P, H] bf16: x of each row, later overwritten by its o
-  uint4* y;          // [T, H] bf16
+  uint32_t* h_done;   // [tiles]: N-tiles of h that are in memory
+  uint32_t* o_done;   // [tiles]: N-tiles of o that are in memory
+  const uint4* x;     // [T, H] bf16
+  uint4* pool;        // [P, H] bf16: x of each row, later overwritten by its o
+  uint4* y;           // [T, H] bf16
+  uint4* gate_up;     // [P, 2 I] bf16: g and u, see kernel/gate_up.cuh; null: they are not kept
+  int64_t pool_rows;  // P
 };
 
 // Row-major bf16 matrices in boxes of 64 columns; see host/forward.cc.

@@ -166,6 +166,7 @@ inline constexpr Index<BlockX> blockIdx;
 inline constexpr Index<GridX> gridDim;
 
 inline float __uint_as_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+inline int __float_as_int(float value) { return __builtin_bit_cast(int, value); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline void __nanosleep(unsigned) { emulator::Yield(); }

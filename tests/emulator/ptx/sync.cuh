@@ -76,6 +76,9 @@ inline uint32_t LoadAcquire(const uint32_t* flag) {
 inline uint32_t LoadRelaxed(const uint32_t* flag) { return *flag; }
 inline void AddRelease(uint32_t* flag, uint32_t value) { *flag += value; }
 
+inline uint4 LoadStreaming(const uint4* from) { return *from; }
+inline void StoreStreaming(uint4* to, uint4 v) { *to = v; }
+
 inline uint4 LoadShared(uint32_t address) {
   uint4 v;
   std::memcpy(&v, emulator::SharedAt(emulator::self->block, address), sizeof(v));
