@@ -19,6 +19,7 @@ std::mt19937 random_bits;
 std::vector<std::function<void()>> pending;
 std::function<void()> kernel_body;
 void* scheduler_stack_pointer;
+int64_t num_warp_turns = 0;
 
 uint32_t Below(size_t end) { return random_bits() % end; }
 
@@ -62,12 +63,12 @@ std::unique_ptr<Fiber> MakeFiber(Block* block, int thread) {
 
 struct Grid {
   std::vector<std::unique_ptr<Block>> blocks;
-  std::vector<std::unique_ptr<Cluster>> clusters;
+  std::vector<std::unique_ptr<Meeting>> clusters;
   std::vector<std::unique_ptr<Fiber>> fibers;
 
   explicit Grid(int count) {
     for (int i = 0; i < count; ++i) {
-      if (i % kClusterBlocks == 0) clusters.push_back(std::make_unique<Cluster>());
+      if (i % kClusterBlocks == 0) clusters.push_back(std::make_unique<Meeting>());
       auto block = std::make_unique<Block>();
       block->index = i;
       block->rank = i % kClusterBlocks;
@@ -94,6 +95,7 @@ struct Grid {
 // Gives every thread of a warp a turn; returns how many ended.
 int RunWarp(Grid& grid, size_t warp) {
   int ended = 0;
+  ++num_warp_turns;
   for (int lane = 0; lane < kWarpThreads; ++lane) {
     self = grid.fibers[warp * kWarpThreads + lane].get();
     if (self->ended) continue;
@@ -144,18 +146,23 @@ void Later(std::function<void()> work) { pending.push_back(std::move(work)); }
 
 const uint32_t* Gather(int operation, uint32_t value) {
   Warp& warp = *self->warp;
-  const uint64_t turn = warp.turn;
-  if (warp.arrived == 0) warp.operation = operation;
+  if (warp.lanes.arrived == 0) warp.operation = operation;
   if (warp.operation != operation) Fail("the lanes of a warp do different things together");
   warp.in[self->thread % kWarpThreads] = value;
-  if (++warp.arrived == kWarpThreads) {
-    std::memcpy(warp.out, warp.in, sizeof(warp.in));
-    warp.arrived = 0;
-    ++warp.turn;
-  }
-  while (warp.turn == turn) Yield();
+  if (warp.lanes.arrived + 1 == kWarpThreads) std::memcpy(warp.out, warp.in, sizeof(warp.in));
+  Meet(warp.lanes, kWarpThreads);
   // Stays until the next turn, for which this lane must have come again.
   return warp.out;
+}
+
+void Meet(Meeting& meeting, int threads) {
+  const uint64_t turn = meeting.turn;
+  if (++meeting.arrived == threads) {
+    meeting.arrived = 0;
+    ++meeting.turn;
+    meeting.turned_at = num_warp_turns;
+  }
+  while (meeting.turn == turn || meeting.turned_at == num_warp_turns) Yield();
 }
 
 void Launch(int blocks, const std::function<void()>& body) {

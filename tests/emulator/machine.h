@@ -29,24 +29,26 @@ constexpr int kBlockWarps = kBlockThreads / kWarpThreads;
 constexpr int kClusterBlocks = 2;
 constexpr uint32_t kSharedBytes = 232448;
 
-// What the lanes of a warp do together.
-struct Warp {
+// Threads that wait for each other. Those of a warp go on together, as a barrier's do: not before
+// the warp gets its next turn.
+struct Meeting {
   int arrived = 0;
   uint64_t turn = 0;
-  int operation = 0;
-  uint32_t in[kWarpThreads], out[kWarpThreads];
+  int64_t turned_at = 0;  // a turn of a warp
 };
 
-struct Cluster {
-  int arrived = 0;
-  uint64_t turn = 0;
+// What the lanes of a warp do together.
+struct Warp {
+  Meeting lanes;
+  int operation = 0;
+  uint32_t in[kWarpThreads], out[kWarpThreads];
 };
 
 struct Block {
   int index, rank;
   uint8_t* shared;
   Block* of_cluster[kClusterBlocks];
-  Cluster* cluster;
+  Meeting* cluster;
   Warp warps[kBlockWarps];
 };
 
@@ -86,6 +88,8 @@ void Yield();
 void Later(std::function<void()> work);
 // Runs `body` in every thread of `blocks` blocks, until all have ended.
 void Launch(int blocks, const std::function<void()>& body);
+// Waits until so many threads have come to the meeting.
+void Meet(Meeting& meeting, int threads);
 // The seed of all that is random.
 void Seed(uint32_t seed);
 [[noreturn]] void Fail(const char* why);

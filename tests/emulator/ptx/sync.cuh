@@ -44,13 +44,8 @@ inline void WaitForPreviousKernel() {}
 
 inline uint32_t ClusterRank() { return emulator::self->block->rank; }
 inline void ClusterSync() {
-  emulator::Cluster& cluster = *emulator::self->block->cluster;
-  const uint64_t turn = cluster.turn;
-  if (++cluster.arrived == emulator::kClusterBlocks * emulator::kBlockThreads) {
-    cluster.arrived = 0;
-    ++cluster.turn;
-  }
-  while (cluster.turn == turn) emulator::Yield();
+  emulator::Meet(*emulator::self->block->cluster,
+                 emulator::kClusterBlocks * emulator::kBlockThreads);
 }
 inline void BarrierArriveAt(uint32_t barrier, uint32_t rank) {
   emulator::BarrierAt(emulator::self->block->of_cluster[rank], barrier)->Arrive();
