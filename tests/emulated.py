@@ -18,6 +18,7 @@ import pytest
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
+from jax_megamoe.memory import gate_up_result
 from jax_megamoe.plan import backward_steps, forward_steps, make_plan
 from tests.cases import BF16, F32, Batch
 
@@ -77,17 +78,35 @@ def forward(batch: Batch, **options: Any) -> np.ndarray:
     return y
 
 
+def forward_keeping(batch: Batch, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """y and what save="gate_up" keeps, bf16 [P, 2I]; options as for `_run`."""
+    dims = _dims_of(batch)
+    kept = gate_up_result(dims)
+    results = [((dims.T, dims.H), BF16), (kept.shape, kept.dtype)]
+    y, gate_up = _run(batch, dims, forward_steps(dims), results, False, keep=True, **options)
+    return y, gate_up
+
+
 def backward(
-    batch: Batch, *, weight_dtype: np.dtype = BF16, trainable: bool = True, **options: Any
+    batch: Batch,
+    *,
+    weight_dtype: np.dtype = BF16,
+    trainable: bool = True,
+    gate_up: np.ndarray | None = None,
+    **options: Any,
 ) -> list[np.ndarray]:
-    """The gradients as the custom call gives them; options as for `_run`."""
+    """The gradients as the custom call gives them; options as for `_run`.
+
+    gate_up: what `forward_keeping` kept; None: g and u are computed again.
+    """
     dims = _dims_of(batch)
     results = [((dims.T, dims.H), BF16), ((dims.T, dims.K), F32)]
     if trainable:
         weights = (batch.w_gate, batch.w_up, batch.w_down)
         results += [(w.shape, weight_dtype) for w in weights]
     steps = backward_steps(dims, trainable_experts=trainable)
-    return _run(batch, dims, steps, results, True, **options)
+    kept = {"keep": gate_up is not None, "kept": () if gate_up is None else (gate_up,)}
+    return _run(batch, dims, steps, results, True, **kept, **options)
 
 
 def _dims_of(batch: Batch) -> Dims:
@@ -103,6 +122,8 @@ def _run(
     results: list[tuple[tuple[int, ...], np.dtype]],
     is_backward: bool,
     *,
+    keep: bool = False,
+    kept: tuple[np.ndarray, ...] = (),
     launches: tuple[int, ...] | None = None,
     multiprocessors: int = 4,
     seed: int = 0,
@@ -111,6 +132,7 @@ def _run(
     """Runs one call.
 
     Args:
+      keep: the kernels of save="gate_up". kept: what they take.
       launches: as for the custom calls; None: fused.
       multiprocessors: the blocks of the kernel, all resident.
       seed: of the order in which everything happens.
@@ -121,7 +143,7 @@ def _run(
         launches = _ffi.BACKWARD_FUSED if is_backward else _ffi.FUSED
     is_float = results[-1][1] == F32
     header = [dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks, len(plan.row_slot)]
-    header += [len(plan.items), len(plan.waves), is_backward, len(steps), is_float]
+    header += [len(plan.items), len(plan.waves), is_backward, len(steps), is_float, keep]
     header += [
         multiprocessors,
         seed,
@@ -134,7 +156,7 @@ def _run(
     weights = [a.astype(BF16) for a in (batch.w_gate, batch.w_up, batch.w_down)]
     arrays = [np.array(header, np.int32), *plan, batch.expert_idx.astype(np.int32)]
     arrays += [batch.expert_weight.astype(F32), batch.x.astype(BF16), *weights]
-    arrays += [batch.dy.astype(BF16)] if is_backward else []
+    arrays += [batch.dy.astype(BF16), *kept] if is_backward else []
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / name for name in ("in", "out")]
         paths[0].write_bytes(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))

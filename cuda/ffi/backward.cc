@@ -103,9 +103,22 @@ ffi::Error ReadResults(ffi::RemainingRets& results, BackwardCall* call) {
   return ffi::Error::Success();
 }
 
+// What the forward kept is one more operand, the last.
+ffi::Error ReadGateUp(ffi::RemainingArgs& operands, const ffi::Dictionary& attributes,
+                      BackwardCall* call) {
+  const auto takes_gate_up = ReadKeepsGateUp(attributes);
+  if (takes_gate_up.has_error()) return takes_gate_up.error();
+  if (*takes_gate_up == 0) return ffi::Error::Success();
+  const auto gate_up = operands.get<Bf16Matrix>(0);
+  if (gate_up.has_error()) return gate_up.error();
+  call->gate_up = gate_up->untyped_data();
+  return CheckShape("backward", "gate_up", gate_up->dimensions(), {call->pool_rows, 2 * call->I});
+}
+
 ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix dy, Bf16Matrix x, Ids expert_idx,
                    RouteWeights expert_weight, Bf16Experts w_gate, Bf16Experts w_up,
-                   Bf16Experts w_down, ffi::RemainingRets results, ffi::Dictionary attributes) {
+                   Bf16Experts w_down, ffi::RemainingArgs others, ffi::RemainingRets results,
+                   ffi::Dictionary attributes) {
   if (ffi::Error earlier = EarlierFault(device); earlier.failure()) return earlier;
   const auto layer = ReadLayerCall(
       "backward", kParts, {x, expert_idx, expert_weight, w_gate, w_up, w_down}, attributes);
@@ -119,6 +132,7 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix dy, Bf16Matri
   if (deadline_ns.has_error()) return deadline_ns.error();
   BackwardCall call = {};
   static_cast<LayerCall&>(call) = *layer;
+  if (ffi::Error error = ReadGateUp(others, attributes, &call); error.failure()) return error;
   if (ffi::Error error = ReadResults(results, &call); error.failure()) return error;
 #ifdef MEGAMOE_DELAYS
   if (ffi::Error error = Poison(stream, results); error.failure()) return error;
@@ -146,6 +160,7 @@ XLA_FFI_DEFINE_HANDLER(ExecuteHandler, Execute,
                            .Arg<Bf16Experts>()   // w_gate
                            .Arg<Bf16Experts>()   // w_up
                            .Arg<Bf16Experts>()   // w_down
+                           .RemainingArgs()      // perhaps what the forward kept
                            .RemainingRets()
                            .Attrs());
 

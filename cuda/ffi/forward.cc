@@ -30,13 +30,15 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix x, Ids expert
   }
   const auto deadline_ns = ReadDeadline(attributes);
   if (deadline_ns.has_error()) return deadline_ns.error();
+  const auto keeps_gate_up = ReadKeepsGateUp(attributes);
+  if (keeps_gate_up.has_error()) return keeps_gate_up.error();
   ForwardCall call = {};
   static_cast<LayerCall&>(call) = *layer;
-  // y, the plan, the pools and counters, perhaps a trace.
+  // y, the plan, the pools and counters, perhaps what is kept, perhaps a trace.
   constexpr int kFirst = 1 + kNumPlanResults;
-  if (ffi::Error error = ReadLayerResults(results, 1, kFirst + 3, &call); error.failure()) {
-    return error;
-  }
+  constexpr int kKept = kFirst + 3;
+  const size_t trace = *keeps_gate_up != 0 ? kKept + 1 : kKept;
+  if (ffi::Error error = ReadLayerResults(results, 1, trace, &call); error.failure()) return error;
   const int64_t T = call.plan.dims.T;
   const int64_t P = call.pool_rows;
   const auto y = ReadResult<ffi::BF16>(results, 0, "y", T * call.H);
@@ -46,6 +48,11 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix x, Ids expert
       ReadResult<ffi::S32>(results, kFirst + 2, "counters", NumForwardCounters(P));
   for (const auto* pointer : {&y, &pool, &h, &counters}) {
     if (pointer->has_error()) return pointer->error();
+  }
+  if (*keeps_gate_up != 0) {
+    const auto gate_up = ReadResult<ffi::BF16>(results, kKept, "gate_up", 2 * P * call.I);
+    if (gate_up.has_error()) return gate_up.error();
+    call.gate_up = *gate_up;
   }
 #ifdef MEGAMOE_DELAYS
   if (ffi::Error error = Poison(stream, results); error.failure()) return error;

@@ -67,14 +67,7 @@ ffi::ErrorOr<TraceBuffer> ReadTrace(ffi::RemainingRets& results, size_t i) {
 
 ffi::Error PrepareLayer(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
   const ffi::ErrorOr<int64_t> ranks = attributes.get<int64_t>("R");
-  const ffi::ErrorOr<int64_t> keep_gate_up = attributes.get<int64_t>("keep_gate_up");
   if (ranks.has_error()) return ranks.error();
-  if (keep_gate_up.has_error()) return keep_gate_up.error();
-  if (*keep_gate_up != 0) {
-    return MakeError(ffi::ErrorCode::kUnimplemented,
-                     "the kernels of this version do not keep g and u; call with save=\"none\", or "
-                     "with backend=\"reference\"");
-  }
   if (*ranks == 1) return ffi::Error::Success();
   return MakeError(ffi::ErrorCode::kUnimplemented,
                    "the kernels of this version hold all experts on one GPU; for experts over " +
@@ -128,6 +121,10 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
 
 ffi::ErrorOr<int64_t> ReadDeadline(const ffi::Dictionary& attributes) {
   return attributes.get<int64_t>("deadline_ns");
+}
+
+ffi::ErrorOr<int64_t> ReadKeepsGateUp(const ffi::Dictionary& attributes) {
+  return attributes.get<int64_t>("keep_gate_up");
 }
 
 ffi::Error ReadLayerResults(ffi::RemainingRets& results, int first_plan, size_t trace,

@@ -45,6 +45,9 @@ xla::ffi::Error CheckShape(const char* pass, const char* name, xla::ffi::Span<co
 // The deadline of the waits of a call.
 xla::ffi::ErrorOr<int64_t> ReadDeadline(const xla::ffi::Dictionary& attributes);
 
+// Whether the forward keeps g and u, and the backward takes them.
+xla::ffi::ErrorOr<int64_t> ReadKeepsGateUp(const xla::ffi::Dictionary& attributes);
+
 // Fills the plan's arrays, which begin at result `first_plan`, and the trace, which is result
 // `trace` if there are so many.
 xla::ffi::Error ReadLayerResults(xla::ffi::RemainingRets& results, int first_plan, size_t trace,

@@ -66,6 +66,7 @@ CudaStatus RunBackward(cudaStream_t stream, const BackwardCall& c) {
   params.expert_done = TileCounters(c, 3);
   params.x = static_cast<const uint4*>(c.x);
   params.dy = static_cast<const uint4*>(c.dy);
+  params.gate_up = static_cast<const uint4*>(c.gate_up);
   params.x_pool = static_cast<uint4*>(c.x_pool);
   params.dy_pool = static_cast<uint4*>(c.dy_pool);
   params.dx_pool = static_cast<const uint4*>(c.dx_pool);

@@ -37,6 +37,8 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c) {
   params.x = static_cast<const uint4*>(c.x);
   params.pool = static_cast<uint4*>(c.pool);
   params.y = static_cast<uint4*>(c.y);
+  params.gate_up = static_cast<uint4*>(c.gate_up);
+  params.pool_rows = c.pool_rows;
   return RunLaunches(stream, c, NumForwardCounters(c.pool_rows), &params,
                      [&](int num_multiprocessors, bool starts_early) {
                        return LaunchForward(stream, num_multiprocessors, maps, params,

@@ -148,3 +148,22 @@ def test_weights_that_are_not_finite_do_not_come_back_through_pads() -> None:
     w_down[0, :, 0] = np.inf
     want = emulated.backward(batch)[4]
     compare.assert_bitwise(emulated.backward(batch._replace(w_down=w_down))[4], want, "dw_down")
+
+
+@pytest.mark.parametrize(("size", "routing"), CASES, ids=IDS)
+def test_what_is_kept_changes_no_bit(size: tuple[int, ...], routing: str) -> None:
+    """Of y and of the gradients; and every element of it is written, pads and the rest with 0."""
+    batch = normal(size, routing)
+    y, right = emulated.forward(batch), emulated.backward(batch, weight_dtype=F32)
+    for seed, fused in ((1, True), (2, True), (3, False)):
+        forwards, backwards = (
+            (_ffi.FUSED, _ffi.BACKWARD_FUSED) if fused else (_ffi.UNFUSED, _ffi.BACKWARD_UNFUSED)
+        )
+        found_y, gate_up = emulated.forward_keeping(batch, seed=seed, launches=forwards)
+        found = emulated.backward(
+            batch, weight_dtype=F32, gate_up=gate_up, seed=seed, launches=backwards
+        )
+        compare.assert_results_bitwise(Results(found_y, *found), Results(y, *right))
+        assert np.isfinite(gate_up.astype(F32)).all()
+        rows = np.count_nonzero(batch.expert_idx >= 0)
+        assert np.count_nonzero(gate_up) == rows * 2 * size[4]

@@ -18,7 +18,7 @@ namespace {
 
 struct Header {
   int32_t T, K, E, H, I, num_blocks, pool_rows, num_items, num_waves;
-  int32_t is_backward, num_steps, float_gradients;
+  int32_t is_backward, num_steps, float_gradients, keep_gate_up;
   int32_t multiprocessors, seed, has_failed, fault, num_launches;
   int32_t launches[8];
 };
@@ -108,6 +108,7 @@ megamoe::CudaStatus Forward(FILE* file, const Header& h, const LayerCall& layer,
   call.y = out->Add(int64_t{h.T} * h.H * kBf16Bytes);
   call.pool = Pool(h, h.H);
   call.h = Pool(h, h.I);
+  if (h.keep_gate_up != 0) call.gate_up = out->Add(int64_t{h.pool_rows} * 2 * h.I * kBf16Bytes);
   call.counters = static_cast<uint32_t*>(Allocate(megamoe::NumForwardCounters(h.pool_rows) * 4));
   return megamoe::RunForward(nullptr, call);
 }
@@ -122,6 +123,7 @@ megamoe::CudaStatus Backward(FILE* file, const Header& h, const LayerCall& layer
   call.w_up = ReadBf16(file, weights);
   call.w_down = ReadBf16(file, weights);
   call.dy = ReadBf16(file, int64_t{h.T} * h.H);
+  if (h.keep_gate_up != 0) call.gate_up = ReadBf16(file, int64_t{h.pool_rows} * 2 * h.I);
   call.dx = out->Add(int64_t{h.T} * h.H * kBf16Bytes);
   call.dw = static_cast<float*>(out->Add(int64_t{h.T} * h.K * sizeof(float)));
   call.float_gradients = h.float_gradients != 0;
@@ -192,18 +194,30 @@ CudaStatus plan::Launch(cudaStream_t, const PlanProblem&, const int32_t*, const 
 
 CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
                          const ForwardParams& params, bool) {
-  emulator::Launch(blocks, [&] { Skeleton<ForwardSteps>::Run(maps, params); });
+  emulator::Launch(blocks, [&] {
+    if (params.gate_up != nullptr) {
+      Skeleton<ForwardSteps<true>>::Run(maps, params);
+    } else {
+      Skeleton<ForwardSteps<false>>::Run(maps, params);
+    }
+  });
   return {};
+}
+
+template <typename Gradients>
+void RunBackwardKernel(const BackwardMaps& maps, const BackwardParams& params) {
+  if (params.gate_up != nullptr) {
+    Skeleton<BackwardSteps<Gradients, true>>::Run(maps, params);
+  } else {
+    Skeleton<BackwardSteps<Gradients, false>>::Run(maps, params);
+  }
 }
 
 CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
                           const BackwardParams& params, bool float_gradients, bool) {
   emulator::Launch(blocks, [&] {
-    if (float_gradients) {
-      Skeleton<BackwardSteps<F32Gradients>>::Run(maps, params);
-    } else {
-      Skeleton<BackwardSteps<Bf16Gradients>>::Run(maps, params);
-    }
+    (float_gradients ? RunBackwardKernel<F32Gradients> : RunBackwardKernel<Bf16Gradients>)(maps,
+                                                                                           params);
   });
   return {};
 }
