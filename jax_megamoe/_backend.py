@@ -15,6 +15,7 @@ from jax.interpreters import mlir
 
 from jax_megamoe import _ffi, reference
 from jax_megamoe.config import KERNEL_MULTIPLE, Dims, MegaMoEConfig
+from jax_megamoe.memory import gate_up_array
 
 Array = jax.Array
 
@@ -30,7 +31,6 @@ def reason_for_reference(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -
     refusals = {
         'backend="reference" asks for it': config.backend == "reference",
         f"the kernels have no precision {config.precision!r}": config.precision != "bf16",
-        f"the kernels do not keep save={config.save!r} yet": config.save != "none",
         f"the kernels hold all experts on one GPU, here they are on {R}": R > 1,
         f"H = {H} and I = {I} are not both multiples of {KERNEL_MULTIPLE}": (
             H % KERNEL_MULTIPLE or I % KERNEL_MULTIPLE
@@ -53,7 +53,10 @@ def forward(
             _ffi.result_type(x, (dims.T, dims.H), x.dtype),
             _ffi.result_type(x, (dims.experts_per_rank,), jnp.int32),
         ]
-        return _bind(_forward_on, arrays, results, dims, config)
+        if keep_gate_up:
+            kept = gate_up_array(dims)
+            results.append(_ffi.result_type(x, kept.shape, kept.dtype))
+        return _bind(_forward_on, arrays, results, dims, config, keep_gate_up)
     run = _ffi.forward_call if config.backend == "cuda" else reference.forward
     return run(*arrays, dims=dims, config=config, axis_name=axis_name, keep_gate_up=keep_gate_up)
 
@@ -67,6 +70,8 @@ def backward(
 ) -> tuple[Array, ...]:
     """As `reference.backward`, the gradients of the weights in their dtype."""
     _, x, *_, w_gate, w_up, w_down = arrays
+    takes_gate_up = gate_up is not None
+    operands = arrays if gate_up is None else (*arrays, gate_up)
     if _is_open(dims, config):
         results = [
             _ffi.result_type(x, (dims.T, dims.H), x.dtype),
@@ -74,10 +79,15 @@ def backward(
         ]
         if config.trainable_experts:
             results += [_ffi.result_type(x, w.shape, w.dtype) for w in (w_gate, w_up, w_down)]
-        return _bind(_backward_on, arrays, results, dims, config)
+        return _bind(_backward_on, operands, results, dims, config, takes_gate_up)
     backend = "cuda" if config.backend == "cuda" else "reference"
     return _backward_on(
-        backend, *arrays, dims=dims, config=config, axis_name=axis_name, gate_up=gate_up
+        backend,
+        *operands,
+        dims=dims,
+        config=config,
+        axis_name=axis_name,
+        keep_gate_up=takes_gate_up,
     )
 
 
@@ -92,9 +102,15 @@ def _forward_on(backend: str, *arrays: Array, **options: Any) -> tuple[Array, ..
     return run(*arrays, **options)
 
 
-def _backward_on(backend: str, *arrays: Array, **options: Any) -> tuple[Array, ...]:
+def _backward_on(
+    backend: str, *arrays: Array, keep_gate_up: bool, **options: Any
+) -> tuple[Array, ...]:
+    """keep_gate_up: what the forward has kept is the last of the arrays."""
+    gate_up = None
+    if keep_gate_up:
+        *arrays, gate_up = arrays
     run = _ffi.backward_call if backend == "cuda" else reference.backward
-    dx, dw, *dw_experts = run(*arrays, **options)
+    dx, dw, *dw_experts = run(*arrays, gate_up=gate_up, **options)
     weights = arrays[-len(dw_experts) :] if dw_experts else ()
     return dx, dw, *(d.astype(w.dtype) for d, w in zip(dw_experts, weights, strict=True))
 
@@ -109,9 +125,11 @@ def _bind(
     results: Sequence[Any],
     dims: Dims,
     config: MegaMoEConfig,
+    keep_gate_up: bool,
 ) -> tuple[Array, ...]:
     """run(backend, *arrays, ...) with the backend of the platform; `results` are its types."""
-    params = {"run": run, "results": tuple(results), "dims": dims, "config": config}
+    params = {"run": run, "dims": dims, "config": config, "keep_gate_up": keep_gate_up}
+    params["results"] = tuple(results)
     return tuple(_pass_p.bind(*arrays, **params))
 
 
@@ -131,9 +149,9 @@ def _impl(*arrays: Array, **params: Any) -> list[Array]:
 
 
 def _lower(
-    backend: str, ctx: Any, *arrays: Any, run: Any, dims: Dims, config: MegaMoEConfig, **_: Any
+    backend: str, ctx: Any, *arrays: Any, run: Any, results: Sequence[Any], **options: Any
 ) -> Any:
-    f = functools.partial(run, backend, dims=dims, config=config, axis_name=None)
+    f = functools.partial(run, backend, axis_name=None, **options)
     return mlir.lower_fun(f, multiple_results=True)(ctx, *arrays)
 
 

@@ -22,7 +22,6 @@ from jax_megamoe.memory import (
     check_fits,
     cuda_devices,
     forward_results,
-    gate_up_result,
     plan_results,
     trace_result,
 )
@@ -138,7 +137,8 @@ def forward_call(
 
     Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight to float32.
       axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
-      keep_gate_up: also returns what the backward then needs not compute again.
+      keep_gate_up: also returns what the backward then needs not compute again. The kernels are
+        others than without.
       launches: the parts that each launch of the kernel does, see cuda/shared/part.h; UNFUSED
         does the same work one part at a time.
       deadline_s: how long a wait inside the kernel may last; then the kernel ends, and the next
@@ -147,18 +147,17 @@ def forward_call(
 
     Returns:
       y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert; with
-      keep_gate_up also g beside u of every pool row, bf16 [P, 2I]; with trace also the TraceRecords
+      keep_gate_up also g and u of every pool row, bf16 [P, 2I], as cuda/kernel/gate_up.cuh lays
+      them out, pads and rows that no expert has 0; with trace also the TraceRecords
       of cuda/shared/trace.h, int32 [1 + capacity, 4].
 
     Raises:
       MemoryError, ValueError: as `memory.check_fits`.
     """
     register()
-    check_fits(dims)
-    results = forward_results(dims)
-    num_workspace = len(results) - 2
-    if keep_gate_up:
-        results.append(gate_up_result(dims))
+    check_fits(dims, keep_gate_up)
+    results = forward_results(dims, keep_gate_up)
+    num_workspace = len(results) - 2 - keep_gate_up
     if trace:
         results.append(trace_result(dims, forward_steps(dims)))
     call = jax.ffi.ffi_call(FORWARD, _results(x, results))
@@ -206,7 +205,7 @@ def backward_call(
     register()
     steps = backward_steps(dims, trainable_experts=config.trainable_experts)
     dtype = w_gate.dtype if config.trainable_experts else None
-    check_backward_fits(dims, dtype)
+    check_backward_fits(dims, dtype, gate_up is not None)
     results = backward_results(dims, dtype)
     if trace:
         results.append(trace_result(dims, steps))

@@ -61,6 +61,8 @@ class MemoryPlan:
       pool_bytes: [P, H] in bf16, P at most R T K + 127 E/R: x of each row, later its o.
       h_bytes: [P, I] in bf16.
       counters_bytes: the progress of a call.
+      gate_up_bytes: [P, 2I] in bf16: what a forward with save="gate_up" keeps for its backward, on
+        top of the total.
     """
 
     operands_bytes: int
@@ -69,6 +71,7 @@ class MemoryPlan:
     pool_bytes: int
     h_bytes: int
     counters_bytes: int
+    gate_up_bytes: int
 
     @property
     def workspace_bytes(self) -> int:
@@ -98,7 +101,7 @@ def memory_plan(*, T: int, K: int, E: int, H: int, I: int, R: int = 1) -> Memory
     return _memory_plan(dims)
 
 
-def _memory_plan(dims: Dims) -> MemoryPlan:
+def _memory_plan(dims: Dims, keep_gate_up: bool = False) -> MemoryPlan:
     y, *plan, pool, h, counters = forward_results(dims)
     memory = MemoryPlan(
         operands_bytes=_sum_bytes(forward_operands(dims)),
@@ -107,8 +110,10 @@ def _memory_plan(dims: Dims) -> MemoryPlan:
         pool_bytes=pool.num_bytes,
         h_bytes=h.num_bytes,
         counters_bytes=counters.num_bytes,
+        gate_up_bytes=gate_up_array(dims).num_bytes,
     )
-    _check_countable("forward", dims, forward_operands(dims) + forward_results(dims))
+    arrays = forward_operands(dims) + forward_results(dims, keep_gate_up)
+    _check_countable("forward", dims, arrays)
     return memory
 
 
@@ -125,8 +130,10 @@ def forward_operands(dims: Dims) -> list[ArraySize]:
     ]
 
 
-def forward_results(dims: Dims) -> list[ArraySize]:
-    """The results of the forward custom call, in their order; all but y and counts are workspace.
+def forward_results(dims: Dims, keep_gate_up: bool = False) -> list[ArraySize]:
+    """The results of the forward custom call, in their order.
+
+    All but y, counts and, with keep_gate_up, the last one are workspace.
 
     Raises ValueError as `plan.plan_sizes`.
     """
@@ -138,17 +145,19 @@ def forward_results(dims: Dims) -> list[ArraySize]:
         ArraySize("pool", (rows, dims.H), _BF16),
         ArraySize("h", (rows, dims.I), _BF16),
         ArraySize("counters", (_num_counters(rows),), _I32),
+        *([gate_up_array(dims)] if keep_gate_up else []),
     ]
 
 
-def gate_up_result(dims: Dims) -> ArraySize:
-    """What save="gate_up" keeps: g beside u of every pool row."""
+def gate_up_array(dims: Dims) -> ArraySize:
+    """What save="gate_up" keeps: g and u of every pool row, in an order of the backend's own."""
     return ArraySize("gate_up", (dims.pool_rows, 2 * dims.I), _BF16)
 
 
-def backward_operands(dims: Dims) -> list[ArraySize]:
+def backward_operands(dims: Dims, keep_gate_up: bool = False) -> list[ArraySize]:
     """The operands of the backward custom call, in their order."""
-    return [ArraySize("dy", (dims.T, dims.H), _BF16), *forward_operands(dims)]
+    kept = [gate_up_array(dims)] if keep_gate_up else []
+    return [ArraySize("dy", (dims.T, dims.H), _BF16), *forward_operands(dims), *kept]
 
 
 def backward_results(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> list[ArraySize]:
@@ -214,7 +223,7 @@ def _num_counters(pool_rows: int) -> int:
     return 3 * 32 + 3 * (pool_rows // TILE_ROWS)
 
 
-def check_fits(dims: Dims) -> None:
+def check_fits(dims: Dims, keep_gate_up: bool = False) -> None:
     """Refuses a forward that no CUDA device of this process can hold, however empty it is.
 
     Only what is certain is refused: the call's own arrays against all that JAX may ever take from
@@ -225,14 +234,17 @@ def check_fits(dims: Dims) -> None:
       MemoryError: with the bytes needed, the bytes JAX has and has free, and how to give it more.
       ValueError: as `memory_plan`.
     """
-    workspace_bytes = _memory_plan(dims).workspace_bytes
-    _check_device("forward", dims, forward_operands(dims) + forward_results(dims), workspace_bytes)
+    workspace_bytes = _memory_plan(dims, keep_gate_up).workspace_bytes
+    arrays = forward_operands(dims) + forward_results(dims, keep_gate_up)
+    _check_device("forward", dims, arrays, workspace_bytes)
 
 
-def check_backward_fits(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> None:
+def check_backward_fits(
+    dims: Dims, weight_gradients: jax.typing.DTypeLike | None, keep_gate_up: bool = False
+) -> None:
     """As `check_fits`, of a backward; weight_gradients as for `backward_results`."""
     results = backward_results(dims, weight_gradients)
-    arrays = backward_operands(dims) + results
+    arrays = backward_operands(dims, keep_gate_up) + results
     _check_countable("backward", dims, arrays)
     workspace = results[len(_gradients(dims, weight_gradients)) :]
     _check_device("backward", dims, arrays, _sum_bytes(workspace))

@@ -104,7 +104,7 @@ def apply_keeping(
     """`apply` for a caller with a derivative of its own: not differentiable.
 
     Returns y, counts, and what the backward wants kept beside the arrays: () or, with
-    config.save = "gate_up" and T > 0, (g beside u, [P, 2I]).
+    config.save = "gate_up" and T > 0, (g and u, [P, 2I]).
     """
 
     def op(dims: Dims, *arrays: Array) -> tuple[Array, ...]:
@@ -169,7 +169,7 @@ def _forward(
 ) -> tuple[Array, ...]:
     """arrays: x [T, H], expert_idx int32 [T, K], expert_weight [T, K], w_gate, w_up, w_down.
 
-    Returns y, counts and, with keep, g beside u, [P, 2I].
+    Returns y, counts and, with keep, g and u, [P, 2I], in the order of the backend.
     """
     x, *rest = guard(*arrays, backend=config.backend)
     return _backend.forward(

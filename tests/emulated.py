@@ -18,7 +18,7 @@ import pytest
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
-from jax_megamoe.memory import gate_up_result
+from jax_megamoe.memory import gate_up_array
 from jax_megamoe.plan import backward_steps, forward_steps, make_plan
 from tests.cases import BF16, F32, Batch
 
@@ -81,7 +81,7 @@ def forward(batch: Batch, **options: Any) -> np.ndarray:
 def forward_keeping(batch: Batch, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """y and what save="gate_up" keeps, bf16 [P, 2I]; options as for `_run`."""
     dims = _dims_of(batch)
-    kept = gate_up_result(dims)
+    kept = gate_up_array(dims)
     results = [((dims.T, dims.H), BF16), (kept.shape, kept.dtype)]
     y, gate_up = _run(batch, dims, forward_steps(dims), results, False, keep=True, **options)
     return y, gate_up

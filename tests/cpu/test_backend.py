@@ -16,6 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_megamoe import MegaMoEConfig, _ffi, mega_moe, reason_for_reference, sharded_mega_moe
+from jax_megamoe.config import SAVES
+from jax_megamoe.ops import GATE_UP_NAME
 from tests import cases, compare, layer
 from tests.cases import BF16, F32, ROUTINGS, Batch
 from tests.lowering import count, lower_for_cuda
@@ -24,6 +26,12 @@ T, K, E, H, I = 16, 2, 8, 64, 64
 ONE_EACH = {"forward": 1, "backward": 1}
 SIZES = {"H": H, "I": I}
 POLICIES = jax.checkpoint_policies
+REMAT_POLICIES = (
+    None,
+    POLICIES.everything_saveable,
+    POLICIES.dots_saveable,
+    POLICIES.save_only_these_names(GATE_UP_NAME),
+)
 
 
 def batch(*, hidden: int = H, dtype: np.dtype = F32) -> Batch:
@@ -46,13 +54,14 @@ def lower_for_cpu(f: Any, *args: Any) -> str:
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("dtype", [BF16, F32])
-def test_the_platform_of_the_program_decides(dtype: np.dtype) -> None:
+def test_the_platform_of_the_program_decides(dtype: np.dtype, save: str) -> None:
     arrays = batch(dtype=dtype)
-    assert count(lower_for_cuda(program(), *arrays)) == ONE_EACH
-    assert "jax_megamoe" not in lower_for_cpu(program(), *arrays)
-    found = program()(*arrays)
-    right = program(backend="reference")(*arrays)
+    assert count(lower_for_cuda(program(save=save), *arrays)) == ONE_EACH
+    assert "jax_megamoe" not in lower_for_cpu(program(save=save), *arrays)
+    found = program(save=save)(*arrays)
+    right = program(save=save, backend="reference")(*arrays)
     compare.assert_results_bitwise(found, right)
     assert [a.dtype for a in found] == [a.dtype for a in right]
 
@@ -76,12 +85,11 @@ def test_elsewhere_it_is_the_reference() -> None:
 @pytest.mark.parametrize(
     ("options", "hidden"),
     [
-        ({"save": "gate_up"}, H),
         ({"precision": "float32"}, H),
         ({"backend": "reference"}, H),
         ({}, 96),
     ],
-    ids=["save", "precision", "reference", "H"],
+    ids=["precision", "reference", "H"],
 )
 def test_what_the_kernels_do_not_take_is_the_reference(
     options: dict[str, Any], hidden: int
@@ -140,17 +148,16 @@ def test_without_jit_and_inside_a_shard_map_without_jit() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("nonlinear", [False, True])
-@pytest.mark.parametrize(
-    "policy", [None, POLICIES.everything_saveable, POLICIES.dots_saveable], ids=str
-)
-def test_remat_and_scan_treat_it_as_the_kernels(policy: Any, nonlinear: bool) -> None:
+@pytest.mark.parametrize("policy", REMAT_POLICIES, ids=str)
+def test_remat_and_scan_treat_it_as_the_kernels(policy: Any, nonlinear: bool, save: str) -> None:
     x, ids, w, *weights, _ = map(jnp.asarray, batch())
     stack = [jnp.stack([a, -a]) for a in weights]
 
     def gradients(backend: str) -> Any:
         def block(x: Any, weights: Any) -> Any:
-            y: Any = mega_moe(jnp.tanh(x), ids, w, *weights, backend=backend)
+            y: Any = mega_moe(jnp.tanh(x), ids, w, *weights, backend=backend, save=save)
             return x + (jnp.tanh(y) if nonlinear else y), None
 
         body = jax.checkpoint(block, policy=policy)

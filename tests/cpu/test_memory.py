@@ -31,50 +31,62 @@ def num_bytes(variables: Any) -> int:
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
 
 
+@pytest.mark.parametrize("keep_gate_up", [False, True])
 @pytest.mark.parametrize("letters", [{}, {"T": 1}, {"E": 7}, {"K": 32}, {"I": 4096}])
-def test_report_is_what_the_call_holds(letters: dict[str, int]) -> None:
+def test_report_is_what_the_call_holds(letters: dict[str, int], keep_gate_up: bool) -> None:
     sizes = SIZES | letters
 
     def forward(*operands: jax.Array) -> Any:
-        dims = Dims(R=1, **sizes)
-        return _ffi.forward_call(*operands, dims=dims, config=MegaMoEConfig(), axis_name=None)
+        how: dict[str, Any] = {"config": MegaMoEConfig(), "axis_name": None}
+        how["dims"] = Dims(R=1, **sizes)
+        return _ffi.forward_call(*operands, keep_gate_up=keep_gate_up, **how)
 
     equation = forward_equation(jax.make_jaxpr(forward)(*types(sizes)).jaxpr)
     report = memory_plan(**sizes)
-    y, *plan, pool, h, counters = equation.outvars
+    results = equation.outvars
+    if keep_gate_up:
+        assert report.gate_up_bytes == num_bytes([results.pop()])
+    y, *plan, pool, h, counters = results
     assert report.operands_bytes == num_bytes(equation.invars)
     assert report.y_bytes == num_bytes([y])
     assert report.plan_bytes == num_bytes(plan)
     assert report.pool_bytes == num_bytes([pool])
     assert report.h_bytes == num_bytes([h])
     assert report.counters_bytes == num_bytes([counters])
-    assert report.total_bytes == num_bytes([*equation.invars, *equation.outvars])
+    assert report.total_bytes == num_bytes([*equation.invars, *results])
 
 
+@pytest.mark.parametrize("keep_gate_up", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, None])
-def test_backward_is_refused_for_what_it_holds(set_limit: Any, dtype: Any) -> None:
+def test_backward_is_refused_for_what_it_holds(
+    set_limit: Any, dtype: Any, keep_gate_up: bool
+) -> None:
     """What the call holds is what is compared with the device; dtype None: frozen experts."""
     config = MegaMoEConfig(trainable_experts=dtype is not None)
     x, *rest = types(float_dtype=dtype or jnp.bfloat16)
     x = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
 
-    def backward(*operands: jax.Array) -> Any:
-        return _ffi.backward_call(*operands, dims=DIMS, config=config, axis_name=None)
+    kept = memory.gate_up_array(DIMS)
 
+    def backward(gate_up: jax.Array, *operands: jax.Array) -> Any:
+        how: dict[str, Any] = {"gate_up": gate_up} if keep_gate_up else {}
+        return _ffi.backward_call(*operands, dims=DIMS, config=config, axis_name=None, **how)
+
+    gate_up = jax.ShapeDtypeStruct(kept.shape, kept.dtype)
     (call,) = [
         e
-        for e in jax.make_jaxpr(backward)(x, x, *rest).jaxpr.eqns
+        for e in jax.make_jaxpr(backward)(gate_up, x, x, *rest).jaxpr.eqns
         if e.params.get("target_name") == _ffi.BACKWARD
     ]
     num_gradients = 2 if dtype is None else 5
     total = num_bytes([*call.invars, *call.outvars])
     workspace = num_bytes(call.outvars[num_gradients:])
     set_limit(total)
-    memory.check_backward_fits(DIMS, dtype)
+    memory.check_backward_fits(DIMS, dtype, keep_gate_up)
     set_limit(total - 1)
     match = rf"backward of .* needs {total} bytes .*\({workspace} of workspace\)"
     with pytest.raises(MemoryError, match=match):
-        memory.check_backward_fits(DIMS, dtype)
+        memory.check_backward_fits(DIMS, dtype, keep_gate_up)
 
 
 def test_backward_of_more_bytes_than_64_bits_hold_is_refused() -> None:
@@ -160,6 +172,17 @@ def test_what_fits_nowhere_is_refused_while_tracing(set_limit: Any) -> None:
     trace(backend="reference")
     set_limit(5000, report.total_bytes)
     trace(backend="cuda")
+
+
+def test_a_forward_that_keeps_more_is_refused_for_it(set_limit: Any) -> None:
+    report = memory_plan(**SIZES)
+    total = report.total_bytes + report.gate_up_bytes
+    set_limit(total)
+    memory.check_fits(DIMS, keep_gate_up=True)
+    set_limit(total - 1)
+    memory.check_fits(DIMS)
+    with pytest.raises(MemoryError, match=f"needs {total} bytes"):
+        memory.check_fits(DIMS, keep_gate_up=True)
 
 
 def test_message_says_what_the_fraction_is(set_limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:

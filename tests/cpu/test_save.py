@@ -167,6 +167,7 @@ def test_residual_bytes_are_those_of_the_docs(sizes: tuple[int, ...], right: int
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pull))
 
     assert num_bytes("gate_up") - num_bytes("none") == right
+    assert right == memory_plan(**named).gate_up_bytes
     assert right == 2 * memory_plan(**named).h_bytes
     assert right == 4 * Dims(R=1, **named).pool_rows * intermediate
 

@@ -46,7 +46,7 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "reference": {"config"},
     "_ffi": {"config", "plan", "memory"},
     "router": {"config", "validation"},
-    "_backend": {"config", "reference", "_ffi"},
+    "_backend": {"config", "memory", "reference", "_ffi"},
     "ops": {"config", "validation", "_guard", "_ids", "_backend"},
     "sharding": _LEAVES | {"ops"},
     "nnx": _CALL | {"router"},
