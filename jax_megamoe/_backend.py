@@ -106,9 +106,8 @@ def _backward_on(
     backend: str, *arrays: Array, keep_gate_up: bool, **options: Any
 ) -> tuple[Array, ...]:
     """keep_gate_up: what the forward has kept is the last of the arrays."""
-    gate_up = None
-    if keep_gate_up:
-        *arrays, gate_up = arrays
+    gate_up = arrays[-1] if keep_gate_up else None
+    arrays = arrays[:-1] if keep_gate_up else arrays
     run = _ffi.backward_call if backend == "cuda" else reference.backward
     dx, dw, *dw_experts = run(*arrays, gate_up=gate_up, **options)
     weights = arrays[-len(dw_experts) :] if dw_experts else ()

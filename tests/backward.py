@@ -22,21 +22,40 @@ NAMES = Results._fields[1:]
 def launched(
     *arrays: Any,
     dims: Dims,
+    gate_up: Any = None,
     launches: tuple[int, ...] = _ffi.BACKWARD_FUSED,
     trainable: bool = True,
     trace: bool = False,
     deadline_s: float = 600.0,
 ) -> Any:
-    """The five gradients, dw in float32, of dy, x, expert_idx, expert_weight and the weights."""
+    """The five gradients, dw in float32, of dy, x, expert_idx, expert_weight and the weights.
+
+    gate_up: what `keeping` kept; None: g and u are computed again.
+    """
     return _ffi.backward_call(
         *arrays,
         dims=dims,
         config=MegaMoEConfig(backend="cuda", trainable_experts=trainable),
         axis_name=None,
+        gate_up=gate_up,
         launches=launches,
         deadline_s=deadline_s,
         trace=trace,
     )
+
+
+@functools.partial(jax.jit, static_argnames=("dims", "launches"))
+def keeping(*arrays: Any, dims: Dims, launches: tuple[int, ...] = _ffi.FUSED) -> Any:
+    """y, counts and what save="gate_up" keeps, of x, expert_idx, expert_weight and the weights."""
+    config = MegaMoEConfig(backend="cuda", save="gate_up")
+    how = {"config": config, "axis_name": None, "keep_gate_up": True, "launches": launches}
+    return _ffi.forward_call(*arrays, dims=dims, **how)
+
+
+def kept_gradients(*arrays: Any, dims: Dims, **options: Any) -> Any:
+    """As `launched`, of g and u that the forward keeps."""
+    _, _, gate_up = keeping(*arrays[1:], dims=dims)
+    return launched(*arrays, gate_up=gate_up, dims=dims, **options)
 
 
 def operands(batch: Batch, weight_dtype: Any = None) -> list[Any]:

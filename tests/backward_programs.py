@@ -7,36 +7,52 @@ As tests.forward_programs.
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe import _ffi
+from jax_megamoe.config import Dims
 from tests import cases, compare
-from tests.backward import NAMES, bits, launched, num_that_differ, operands
+from tests.backward import NAMES, bits, kept_gradients, launched, num_that_differ, operands
 from tests.cases import BF16, F32, ROUTINGS
 from tests.forward import SIZES, dims_of, random_batch
 from tests.forward_programs import ROLES, done, load
 
-# Sizes, routings and dtypes of the weights that keep all roles and steps busy.
+# Sizes, routings, dtypes of the weights and what the forward keeps: all roles and steps are busy.
 BATCHES = (
-    (SIZES[3], "invalid", F32),
-    (SIZES[5], "distinct", BF16),
-    (SIZES[6], "skewed", BF16),
-    (SIZES[5], "skewed", F32),
+    (SIZES[3], "invalid", F32, "none"),
+    (SIZES[5], "distinct", BF16, "none"),
+    (SIZES[6], "skewed", BF16, "gate_up"),
+    (SIZES[5], "skewed", F32, "none"),
+    (SIZES[5], "distinct", F32, "gate_up"),
 )
 
 
-def calls() -> list[tuple[Any, list[Any]]]:
-    """The sizes and operands of each of BATCHES."""
-    batches = [(random_batch(size, routing), dtype) for size, routing, dtype in BATCHES]
-    return [(dims_of(batch), operands(batch, dtype)) for batch, dtype in batches]
+class Call(NamedTuple):
+    """One of BATCHES."""
+
+    dims: Dims
+    arrays: list[Any]
+    save: str
+
+    def gradients(self, launches: tuple[int, ...] = _ffi.BACKWARD_FUSED) -> Any:
+        run = kept_gradients if self.save == "gate_up" else launched
+        return run(*self.arrays, dims=self.dims, launches=launches)
+
+
+def calls() -> list[Call]:
+    found = []
+    for size, routing, dtype, save in BATCHES:
+        batch = random_batch(size, routing)
+        found.append(Call(dims_of(batch), operands(batch, dtype), save))
+    return found
 
 
 def results() -> list[np.ndarray]:
     """The bits of every gradient of every one of BATCHES, one batch after another."""
-    found = [bits(launched(*arrays, dims=dims)) for dims, arrays in calls()]
+    found = [bits(call.gradients()) for call in calls()]
     return [np.asarray(a) for gradients in found for a in gradients]
 
 
@@ -52,13 +68,12 @@ def delays(path: str, num_runs: str) -> None:
     # Seed 0 has no delays.
     for seed in range(int(num_runs) + 1):
         b = seed % len(BATCHES)
-        dims, arrays = all_calls[b]
         launches = _ffi.BACKWARD_UNFUSED if seed % 8 == 7 else _ffi.BACKWARD_FUSED
         module.set_delay_seed(seed)
-        found = launched(*arrays, dims=dims, launches=launches)
+        found = all_calls[b].gradients(launches)
         wrong = [int(n) for n in num_that_differ(bits(found), wants[b])]
         assert wrong == [0] * num_gradients, (
-            f"{wrong} values differ: seed {seed}, {dims}, {launches}"
+            f"{wrong} values differ: seed {seed}, {BATCHES[b]}, {launches}"
         )
         num_delays += np.asarray(module.count_delays())
     done(runs=int(num_runs), delays=dict(zip(ROLES, num_delays.tolist(), strict=True)))

@@ -118,6 +118,17 @@ def test_a_call_that_has_failed_ends(size: tuple[int, ...], routing: str, seed: 
         assert emulated.backward(batch, launches=parts, **how)[0].shape == batch.x.shape
 
 
+@pytest.mark.parametrize(("size", "routing"), CASES[:5], ids=IDS[:5])
+def test_a_call_that_has_failed_ends_with_what_is_kept_too(
+    size: tuple[int, ...], routing: str
+) -> None:
+    batch = normal(size, routing)
+    for forwards, backwards in ((_ffi.FUSED, _ffi.BACKWARD_FUSED), ((2,), (32,))):
+        y, gate_up = emulated.forward_keeping(batch, launches=forwards, has_failed=True)
+        found = emulated.backward(batch, gate_up=gate_up, launches=backwards, has_failed=True)
+        assert y.shape == found[0].shape == batch.x.shape
+
+
 def test_frozen_experts_change_nothing_else() -> None:
     batch = normal(*CASES[2])
     dx, dw = emulated.backward(batch, trainable=False)
@@ -165,5 +176,6 @@ def test_what_is_kept_changes_no_bit(size: tuple[int, ...], routing: str) -> Non
         )
         compare.assert_results_bitwise(Results(found_y, *found), Results(y, *right))
         assert np.isfinite(gate_up.astype(F32)).all()
+        # The emulator fills memory with NaN.
         rows = np.count_nonzero((batch.expert_idx >= 0) & (batch.expert_idx < size[2]))
         assert np.count_nonzero(gate_up) == rows * 2 * size[4]

@@ -152,15 +152,6 @@ def test_two_sizes_in_one_program() -> None:
         compare.assert_bitwise(found, right, "y")
 
 
-def test_keeping_gate_up_is_refused_before_any_launch() -> None:
-    arrays = operands(random_batch(SIZES[1], "distinct"))
-    keeping = jax.jit(
-        lambda *a: jax.vjp(functools.partial(mega_moe, backend="cuda", save="gate_up"), *a)[0]
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match='UNIMPLEMENTED.*save="none"'):
-        jax.block_until_ready(keeping(*arrays))
-
-
 def test_experts_over_several_ranks_are_refused_before_any_launch() -> None:
     dims = Dims(T=16, K=2, E=8, R=2, H=64, I=64)
     batch = random_batch((16, 2, 4, 64, 64), "distinct")

@@ -35,21 +35,24 @@ def test_too_little_memory_is_an_error_and_the_process_goes_on() -> None:
     assert "RESOURCE_EXHAUSTED" in found["exhausted"]
 
 
-@pytest.mark.parametrize("name", ["y", "row_slot", "chunk_counts", "pool", "h", "counters"])
+@pytest.mark.parametrize(
+    "name", ["y", "row_slot", "chunk_counts", "pool", "h", "counters", "gate_up"]
+)
 def test_a_result_of_the_wrong_size_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a version of the Python part that does not belong to the extension would ask for."""
     batch = random_batch(SIZES[3], "distinct")
-    right = memory.forward_results(dims_of(batch))
+    keep = name == "gate_up"
+    right = memory.forward_results(dims_of(batch), keep)
     wrong = [
         a._replace(shape=(a.shape[0] + 1, *a.shape[1:])) if a.name == name else a for a in right
     ]
     assert wrong != right
     want, _ = forward(*operands(batch))
-    monkeypatch.setattr(_ffi, "forward_results", lambda dims: wrong)
+    monkeypatch.setattr(_ffi, "forward_results", lambda *_: wrong)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT.*result {name} has"):
-        call(batch)
+        call(batch, keep)
     monkeypatch.undo()
-    compare.assert_bitwise(call(batch), want, "y")
+    compare.assert_bitwise(call(batch, keep), want, "y")
 
 
 @pytest.mark.parametrize("num_blocks", [0, 3, 16])
@@ -61,9 +64,10 @@ def test_a_wrong_number_of_blocks_is_refused(
         call(random_batch(SIZES[3], "distinct"))
 
 
-def call(batch: Any) -> jax.Array:
+def call(batch: Any, keep_gate_up: bool = False) -> jax.Array:
     """y, by a program that is compiled anew."""
     static = {"dims": dims_of(batch), "config": MegaMoEConfig(), "axis_name": None}
+    static["keep_gate_up"] = keep_gate_up
     return jax.jit(lambda *a: _ffi.forward_call(*a, **static)[0])(
         *operands(batch)
     ).block_until_ready()
