@@ -25,7 +25,7 @@ namespace megamoe {
 constexpr int kVector = 8;          // bf16 in 16 bytes
 constexpr int kGroupThreads = 128;  // a warpgroup
 constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
-constexpr int kNumConsumers = 2;    // warpgroups that multiply
+constexpr int kNumConsumers = 2;  // warpgroups that multiply
 constexpr int kConsumerWarps = kNumConsumers * kGroupWarps;
 // The warps of a block that read items: load, store and all that multiply.
 constexpr int kItemReaders = 2 + kConsumerWarps;
