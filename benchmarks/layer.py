@@ -185,19 +185,39 @@ def run_against_bound(
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The layer on one GPU, beside its peers.")
-    parser.add_argument("--set", nargs="+", choices=SETS, default=["main"], dest="sets")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        choices=SETS,
+        default=["main"],
+        dest="sets",
+        help="shapes to measure, main unless said; tiny is the one for a CPU",
+    )
     parser.add_argument(
         "--shapes", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="of the sets"
     )
     parser.add_argument(
-        "--passes", nargs="+", choices=FLOP_FACTORS, default=["forward", "forward_backward"]
+        "--passes",
+        nargs="+",
+        choices=FLOP_FACTORS,
+        default=["forward", "forward_backward"],
+        help="what a call computes (default: %(default)s)",
     )
-    parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=[], metavar="NAME")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=IMPLEMENTATIONS,
+        default=[],
+        metavar="NAME",
+        help=f"implementations to measure, all unless said: {', '.join(IMPLEMENTATIONS)}",
+    )
     parser.add_argument("--saves", nargs="+", choices=SAVES, default=SAVES, help="of jax_megamoe")
     parser.add_argument(
         "--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS, help="dtypes, of jax_megamoe"
     )
-    parser.add_argument("--rounds", type=int, default=Method.rounds)
+    parser.add_argument(
+        "--rounds", type=int, default=Method.rounds, help="of all in turn (default: %(default)s)"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     parser.add_argument("--png", type=pathlib.Path, help="draw the sets with peers into this file")
     parser.add_argument(

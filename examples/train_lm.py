@@ -50,8 +50,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--data", help="a text file or a directory of them (default: Python's standard library)")
     add("--out", type=pathlib.Path, default=pathlib.Path("out"), help="where to write (./out)")
     add("--devices", type=int, help="simulate that many CPU devices")
-    add("--expert-parallel", type=int, help="devices that share the experts (2 if they are even)")
-    add("--steps", type=int, default=300)
+    add(
+        "--expert-parallel",
+        type=int,
+        help="devices that share the experts (default: 2 if their number is even, else 1)",
+    )
+    add("--steps", type=int, default=300, help="of training (default: %(default)s)")
     add("--eval-every", type=int, default=50, help="steps between held-out losses")
     add("--batch", type=int, default=16, help="sequences of a step, over all devices")
     add("--seq", type=int, default=128, help="bytes of a sequence")

@@ -23,6 +23,8 @@ Array = jax.Array
 def reason_for_reference(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -> str:
     """Why a call on a GPU of this process runs the reference; "" when it runs the kernels.
 
+    Also "" when it asks for the kernels by name. Values are not checked here; the call does that.
+
     Args:
       H: hidden size. I: intermediate size of an expert. R: ranks that share the experts.
     """

@@ -243,9 +243,9 @@ def _check_limits(dims: Dims, steps: Sequence[Step]) -> None:
         ("len(steps)", len(steps), 1, MAX_STEPS),
     ):
         if not low <= value <= high:
-            raise ValueError(f"plan: {name} = {value}; it may be {low} to {high}")
+            raise ValueError(f"plan: {name}: was {value}; it may be {low} to {high}")
     if dims.R not in RANK_COUNTS:
-        raise ValueError(f"plan: R = {dims.R}; it may be one of {RANK_COUNTS}")
+        raise ValueError(f"plan: R: was {dims.R}; it may be one of {RANK_COUNTS}")
     if dims.E % dims.R:
         raise ValueError(f"plan: E = {dims.E} is not a multiple of R = {dims.R}")
     names = {""}
