@@ -148,6 +148,26 @@ def test_without_jit_and_inside_a_shard_map_without_jit() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("backend", ["auto", "cuda", "reference"])
+def test_no_result_is_weakly_typed(backend: str) -> None:
+    """Or y of a weakly typed x would give way to bf16 in the next operation."""
+    _, ids, *rest = map(jnp.asarray, batch()[:6])
+
+    def op(*floats: Any) -> Any:
+        x, w, *weights = floats
+        return mega_moe(x, ids, w, *weights, backend=backend, return_counts=True)
+
+    def results(*floats: Any) -> Any:
+        y, pull, counts = jax.vjp(op, *floats, has_aux=True)
+        return y, counts, pull(jnp.ones_like(y))
+
+    x = jnp.full((T, H), 0.5)
+    assert jax.typeof(x).weak_type
+    found = jax.tree.leaves(jax.jit(results).trace(x, *rest).out_avals)
+    assert len(found) == 7 and not any(a.weak_type for a in found)
+
+
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("nonlinear", [False, True])
 @pytest.mark.parametrize("policy", REMAT_POLICIES, ids=str)
