@@ -144,7 +144,9 @@ def _compiled(**params: Any) -> Any:
 
 @_pass_p.def_impl
 def _impl(*arrays: Array, **params: Any) -> list[Array]:
-    return _compiled(**params)(*arrays)
+    # With jit disabled by the caller it would come back here for ever.
+    with jax.disable_jit(False):
+        return _compiled(**params)(*arrays)
 
 
 def _lower(

@@ -148,6 +148,15 @@ def test_without_jit_and_inside_a_shard_map_without_jit() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("save", SAVES)
+def test_with_jit_disabled(save: str) -> None:
+    arrays = batch()
+    right = program(save=save, backend="reference")(*arrays)
+    with jax.disable_jit():
+        compare.assert_results_bitwise(program(save=save)(*arrays), right)
+
+
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("backend", ["auto", "cuda", "reference"])
 def test_no_result_is_weakly_typed(backend: str) -> None:
     """Or y of a weakly typed x would give way to bf16 in the next operation."""
