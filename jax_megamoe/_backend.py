@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -59,8 +60,8 @@ def forward(
             kept = gate_up_array(dims)
             results.append(_ffi.result_type(x, kept.shape, kept.dtype))
         return _bind(_forward_on, arrays, results, dims, config, keep_gate_up)
-    run = _ffi.forward_call if config.backend == "cuda" else reference.forward
-    return run(*arrays, dims=dims, config=config, axis_name=axis_name, keep_gate_up=keep_gate_up)
+    options = {"dims": dims, "axis_name": axis_name, "keep_gate_up": keep_gate_up}
+    return _run(_forward_on, config, arrays, **options)
 
 
 def backward(
@@ -82,21 +83,45 @@ def backward(
         if config.trainable_experts:
             results += [_ffi.result_type(x, w.shape, w.dtype) for w in (w_gate, w_up, w_down)]
         return _bind(_backward_on, operands, results, dims, config, takes_gate_up)
-    backend = "cuda" if config.backend == "cuda" else "reference"
-    return _backward_on(
-        backend,
-        *operands,
-        dims=dims,
-        config=config,
-        axis_name=axis_name,
-        keep_gate_up=takes_gate_up,
-    )
+    options = {"dims": dims, "axis_name": axis_name, "keep_gate_up": takes_gate_up}
+    return _run(_backward_on, config, operands, **options)
 
 
 def _is_open(dims: Dims, config: MegaMoEConfig) -> bool:
     """Whether the platform decides. Then R is 1, and no pass talks to another rank."""
     is_auto = config.backend == "auto"
     return is_auto and not reason_for_reference(config, H=dims.H, I=dims.I, R=dims.R)
+
+
+def _run(
+    run: Callable[..., tuple[Array, ...]],
+    config: MegaMoEConfig,
+    arrays: Sequence[Array],
+    **options: Any,
+) -> tuple[Array, ...]:
+    """run(backend, *arrays, ...) with the backend of the config, which is not open.
+
+    The kernels outside of any program become one, which their workspace does not leave: it may
+    hold NaN where nobody reads it, and jax_debug_nans looks at all that leaves a program.
+    """
+    options["config"] = config
+    backend = "cuda" if config.backend == "cuda" else "reference"
+    if backend == "reference" or any(isinstance(a, Tracer) for a in arrays):
+        return run(backend, *arrays, **options)
+    return _program(run, backend, **options)(*arrays)
+
+
+@functools.cache
+def _program(f: Callable[..., Any], *static: Any, **options: Any) -> Callable[..., Any]:
+    """f(*static, *arrays, **options) of the arrays, compiled."""
+    compiled = jax.jit(functools.partial(f, *static, **options))
+
+    def run(*arrays: Array) -> Any:
+        # With jit disabled by the caller, the rule of the primitive would call itself for ever.
+        with jax.disable_jit(False):
+            return compiled(*arrays)
+
+    return run
 
 
 def _forward_on(backend: str, *arrays: Array, **options: Any) -> tuple[Array, ...]:
@@ -139,14 +164,9 @@ def _abstract_eval(*_: Any, results: tuple[Any, ...], **__: Any) -> list[Any]:
     return list(results)
 
 
-@functools.cache
-def _compiled(**params: Any) -> Any:
-    return jax.jit(functools.partial(_pass_p.bind, **params))
-
-
 @_pass_p.def_impl
 def _impl(*arrays: Array, **params: Any) -> list[Array]:
-    return _compiled(**params)(*arrays)
+    return _program(_pass_p.bind, **params)(*arrays)
 
 
 def _lower(

@@ -257,11 +257,13 @@ def _results(like: jax.Array, arrays: Sequence[ArraySize]):
 def result_type(like: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
     """The type of a result that varies over the same manual mesh axes as `like`.
 
-    Inside shard_map a bare ShapeDtypeStruct has no such axes and fails under check_vma.
+    Inside shard_map a bare ShapeDtypeStruct has no such axes and fails under check_vma. A result is
+    of its dtype for good, also where `like` is weakly typed.
     """
     aval = jax.typeof(like)
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
-    return aval.update(shape=shape, dtype=dtype, sharding=aval.sharding.update(spec=spec))
+    sharding = aval.sharding.update(spec=spec)
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def _attributes(dims: Dims, config: MegaMoEConfig, axis_name: AxisName) -> dict[str, object]:

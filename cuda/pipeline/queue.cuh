@@ -72,8 +72,8 @@ __device__ __forceinline__ TileItem ReadItem(SharedMemory& shared, uint32_t slot
   return item;
 }
 
-// Walks the items of the pair until the last one, or until the call has failed. Each warp of the
-// multiply and store roles has its own walk; `f` gets the block's part of the item.
+// Walks the items of the pair until the last one. Each warp of the multiply and store roles has its
+// own walk; `f` gets the block's part of the item.
 template <typename F>
 __device__ __forceinline__ void ForEachItem(SharedMemory& shared, F f) {
   RingPosition<kItemSlots> slot;

@@ -32,8 +32,7 @@ class DispatchRole {
         piece_full_(AddressOf(shared.piece_full[comm_warp], 0)),
         ends_(shared.piece_ends[comm_warp]) {}
 
-  // Called by a whole warp; returns when all its copies are in memory and published, or when a wait
-  // gave up.
+  // Called by a whole warp; returns when all its copies are in memory and published.
   __device__ void Run() {
     if (threadIdx.x % kWarpThreads == 0) Walk();
     __syncwarp();

@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_megamoe import MegaMoEConfig, _ffi, mega_moe, reason_for_reference, sharded_mega_moe
+from jax_megamoe import (
+    MegaMoEConfig,
+    _ffi,
+    _guard,
+    mega_moe,
+    reason_for_reference,
+    sharded_mega_moe,
+)
 from jax_megamoe.config import SAVES
 from jax_megamoe.ops import GATE_UP_NAME
 from tests import cases, compare, layer
@@ -145,6 +152,59 @@ def test_without_jit_and_inside_a_shard_map_without_jit() -> None:
     op = functools.partial(mega_moe, axis_name="expert")
     mapped = jax.shard_map(op, mesh=layer.expert_mesh(1), in_specs=experts, out_specs=experts)
     compare.assert_bitwise(mapped(*arrays), right)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("save", SAVES)
+def test_with_jit_disabled(save: str) -> None:
+    arrays = batch()
+    right = program(save=save, backend="reference")(*arrays)
+    with jax.disable_jit():
+        compare.assert_results_bitwise(program(save=save)(*arrays), right)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_the_workspace_leaves_no_program(monkeypatch: pytest.MonkeyPatch, disabled: bool) -> None:
+    """Nor that of a call outside of any, where jax_debug_nans would find what it holds."""
+
+    def ffi_call(_: str, results: Any) -> Any:
+        def call(*_: Any, **__: Any) -> list[Any]:
+            # Of the forward y and counts, of the backward all gradients come first.
+            fill = [0.0] * (2 if results[1].dtype == jnp.int32 else 5)
+            fill += [jnp.nan] * (len(results) - len(fill))
+            return [
+                jnp.full(r.shape, v).astype(r.dtype) for r, v in zip(results, fill, strict=True)
+            ]
+
+        return call
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    monkeypatch.setattr(_guard, "_check_platform", lambda *_: None)
+    x, ids, *rest, dy = map(jnp.asarray, batch())
+    with jax.debug_nans(True), jax.disable_jit(disabled):
+        y, pull = jax.vjp(lambda x, *rest: mega_moe(x, ids, *rest, backend="cuda"), x, *rest)
+        found = (y, *pull(dy))
+    assert not any(np.any(np.asarray(a)) for a in found)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("backend", ["auto", "cuda", "reference"])
+def test_no_result_is_weakly_typed(backend: str) -> None:
+    """Or y of a weakly typed x would give way to bf16 in the next operation."""
+    _, ids, *rest = map(jnp.asarray, batch()[:6])
+
+    def op(*floats: Any) -> Any:
+        x, w, *weights = floats
+        return mega_moe(x, ids, w, *weights, backend=backend, return_counts=True)
+
+    def results(*floats: Any) -> Any:
+        y, pull, counts = jax.vjp(op, *floats, has_aux=True)
+        return y, counts, pull(jnp.ones_like(y))
+
+    x = jnp.full((T, H), 0.5)
+    assert jax.typeof(x).weak_type
+    found = jax.tree.leaves(jax.jit(results).trace(x, *rest).out_avals)
+    assert len(found) == 7 and not any(a.weak_type for a in found)
 
 
 @pytest.mark.usefixtures("on_hopper")

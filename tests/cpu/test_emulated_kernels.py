@@ -179,3 +179,19 @@ def test_what_is_kept_changes_no_bit(size: tuple[int, ...], routing: str) -> Non
         # The emulator fills memory with NaN.
         rows = np.count_nonzero((batch.expert_idx >= 0) & (batch.expert_idx < size[2]))
         assert np.count_nonzero(gate_up) == rows * 2 * size[4]
+
+
+def test_experts_that_end_at_every_border() -> None:
+    """Of a tile, of its half and of an instruction's rows; with more choices than experts."""
+    rows = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
+    ids = np.full((20, 32), -1, np.int32)
+    ids.ravel()[: sum(rows)] = np.repeat(np.arange(len(rows)), rows)
+    ids = np.random.default_rng(0).permuted(ids.ravel()).reshape(ids.shape)
+    batch = cases.normal(ids, num_experts=len(rows), hidden=64, intermediate=192, dtype=BF16)
+    y, gate_up = emulated.forward_keeping(batch)
+    found = emulated.backward(batch, weight_dtype=F32, gate_up=gate_up)
+    compare.assert_within(Results(y, *found), cases.dense(batch, ROUNDINGS), ERROR_BOUND)
+    assert np.isfinite(gate_up.astype(F32)).all()
+    assert np.count_nonzero(gate_up) == sum(rows) * 2 * 192
+    right = emulated.forward(batch), *emulated.backward(batch, weight_dtype=F32)
+    compare.assert_results_bitwise(Results(y, *found), Results(*right))

@@ -133,15 +133,20 @@ def test_the_gradient_of_the_op(backend: str, dtype: np.dtype) -> None:
     compare.assert_results_bitwise(found, layer.run(cast, backend="cuda"))
 
 
-def test_debug_nans_finds_none() -> None:
-    """It looks at what is kept, too, where that leaves a program."""
+@pytest.mark.parametrize("compiled", [True, False])
+def test_debug_nans_finds_none(compiled: bool) -> None:
+    """It looks at what is kept, too, where that leaves a program; and a call may be one itself."""
     batch = random_batch(SIZES[3], "invalid")
     x, ids, *rest, dy = map(jnp.asarray, batch)
     op = layer.bind(backend="cuda", save="gate_up")
     right = layer.run(batch, backend="cuda")
     poison_free_memory()
+
+    def layer_of(x: Any, *rest: Any) -> Any:
+        return op(x, ids, *rest)
+
     with jax.debug_nans(True):
-        y, pull = jax.vjp(jax.jit(lambda x, *rest: op(x, ids, *rest)), x, *rest)
+        y, pull = jax.vjp(jax.jit(layer_of) if compiled else layer_of, x, *rest)
         found = (y, *pull(dy))
     for name, a in zip(right._fields, found, strict=True):
         compare.assert_bitwise(a, getattr(right, name), name)
