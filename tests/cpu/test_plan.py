@@ -135,9 +135,9 @@ def test_frozen_experts_have_no_weight_gradient_items() -> None:
 
 
 LIMITS = {
-    "K": ({"K": 33}, "K = 33"),
-    "E": ({"E": 1024}, "E = 1024"),
-    "R": ({"R": 3, "E": 9}, "R = 3"),
+    "K": ({"K": 33}, "K: was 33"),
+    "E": ({"E": 1024}, "E: was 1024"),
+    "R": ({"R": 3, "E": 9}, "R: was 3"),
     "E over R": ({"R": 8, "E": 12}, "E = 12 is not a multiple of R = 8"),
     "routes": ({"T": 140_000_000, "K": 32}, "routes"),
     "items": ({"T": 140_000, "K": 32, "R": 8, "E": 512, "H": 2**22, "I": 128}, "work items"),
