@@ -6,6 +6,9 @@ import shutil
 import site
 from pathlib import Path
 
+from tests.forward_programs import counted
+from tests.process import run_on_gpu
+
 SUMMARY = re.compile(r"^=+ ERROR SUMMARY: (?P<errors>\d+) errors?", re.MULTILINE)
 # The tool's own failures, such as a device or a driver that it does not support.
 FAILURE = re.compile(r"^=+ (Error|Internal Sanitizer Error|Target application)\b.*$", re.MULTILINE)
@@ -43,3 +46,23 @@ def num_errors(output: str) -> int:
     failures = [match[0] for match in FAILURE.finditer(output)]
     assert not failures, f"the tool failed: {failures}"
     return int(summaries[0])
+
+
+def assert_clean(tool: str, programs: str, *, num_calls: int, timeout_s: float) -> None:
+    """Runs program "tiny" of the module `programs` under the tool, which must find nothing.
+
+    XLA's arrays are allocations of their own, so that the tool knows where each ends.
+    """
+    result = run_on_gpu(
+        "-m",
+        programs,
+        "tiny",
+        under=command(tool),
+        timeout_s=timeout_s,
+        XLA_PYTHON_CLIENT_ALLOCATOR="platform",
+    )
+    output = result.stdout + result.stderr
+    assert num_errors(output) == 0, output
+    program = [line for line in result.stdout.splitlines() if not line.startswith("=")]
+    assert result.returncode == 0, output
+    assert counted("\n".join(program)) == {"calls": num_calls}
