@@ -237,10 +237,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     method = Method(rounds=options.rounds)
     beside_peers: list[Named] = []
     against_bound: list[Named] = []
+
+    def keep() -> None:
+        # After every measurement: what is interrupted leaves what it has.
+        if options.out:
+            write(options.out, [found for _, found in beside_peers + against_bound])
+
     for base, *others in (SETS[name] for name in options.sets):
         others = [shape for shape in others if shape.name in options.shapes]
         if not base.peers:
             against_bound += run_against_bound([base, *others], method, clock)
+            keep()
             release_memory()
             continue
         size = MATMUL_SIZE if on_gpu else 512
@@ -254,13 +261,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     weights=options.weights,
                 )
                 beside_peers += run_beside_peers(shape, pass_name, chosen, method, clock, size)
+                keep()
                 release_memory()
     named = beside_peers + against_bound
     print(table(named))
     if options.png:
         draw(options.png, beside_peers or against_bound, device())
-    if options.out:
-        write(options.out, [found for _, found in named])
     return int(any(r["impl"] == OURS and "error" in r for _, r in named))
 
 
