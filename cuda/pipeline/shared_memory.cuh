@@ -36,7 +36,7 @@ constexpr int kNumStages = 3;
 constexpr int kBlockK = 64;
 constexpr int kTileColumns = 256;
 constexpr int kItemSlots = 4;
-constexpr int kStagingBuffers = 2;  // of each consumer
+constexpr int kStagingBuffers = 3;  // of each consumer
 
 constexpr uint32_t kStageABytes = kTileRows * kBlockK * 2;
 constexpr uint32_t kStageBBytes = kTileColumns * kBlockK * 2;
@@ -50,7 +50,7 @@ constexpr uint32_t kMinBatchRows = 8;
 constexpr int kTreeLevels = 3;                 // of the summation tree
 constexpr int kTreeBlocks = 1 << kTreeLevels;  // at most
 constexpr int kCombineWarps = 2;
-constexpr int kCombineBatches = 3;  // of each of those warps
+constexpr int kCombineBatches = 2;  // of each of those warps
 constexpr int kAllCombineBatches = kCombineWarps * kCombineBatches;
 constexpr int kHelperBatches = 2;
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ uint32_t BatchRowBytes(int num_rows) {
 // Rows of x (or dy) on their way to the pool, in the same buffers, before the sums.
 constexpr int kPieceColumns = 2048;
 constexpr uint32_t kPieceBytes = kPieceColumns * 2;
-constexpr uint32_t kNumPieces = 6;
+constexpr uint32_t kNumPieces = 4;
 constexpr uint32_t kPieceEnds = 16;
 struct PieceEnd {
   uint4* to;  // in a pool

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 TIMEOUT_S = 150
 # Processes at a time; most of what one does is to start and to compile.
-NUM_PROCESSES = 4
+NUM_PROCESSES = 8
 
 
 def failing_checks(number: int) -> list[str]:
