@@ -6,6 +6,7 @@ ordering show only when events meet badly: of those it is said whether one was f
 
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -17,12 +18,15 @@ from tests.process import run_on_gpu
 pytestmark = pytest.mark.gpu
 
 TIMEOUT_S = 150
-# Processes at a time; most of what one does is to start and to compile.
+# Processes at a time; most of what one does is to start.
 NUM_PROCESSES = 8
 
 
-def failing_checks(number: int) -> list[str]:
-    """Of a process whose kernels have the fault; what ends it is named as a check of its own."""
+def failing_checks(number: int, cache: Path) -> list[str]:
+    """Of a process whose kernels have the fault; what ends it is named as a check of its own.
+
+    cache: of compiled programs, which are the same for every fault.
+    """
     try:
         result = run_on_gpu(
             "-m",
@@ -30,6 +34,8 @@ def failing_checks(number: int) -> list[str]:
             str(number),
             timeout_s=TIMEOUT_S,
             JAX_MEGAMOE_EXTENSION="_cuda_delays",
+            JAX_COMPILATION_CACHE_DIR=str(cache),
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         )
     except subprocess.TimeoutExpired:
         return ["it does not end"]
@@ -40,11 +46,14 @@ def failing_checks(number: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[int, list[str]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
     """The checks that fail, by the number of the fault; 0: no fault."""
-    numbers = [0, *(fault.number for fault in FAULTS)]
+    cache = tmp_path_factory.mktemp("compiled")
+    without = failing_checks(0, cache)  # first, so that the others find what it has compiled
+    numbers = [fault.number for fault in FAULTS]
     with ThreadPoolExecutor(NUM_PROCESSES) as pool:
-        return dict(zip(numbers, pool.map(failing_checks, numbers), strict=True))
+        of_faults = pool.map(lambda number: failing_checks(number, cache), numbers)
+        return {0: without, **dict(zip(numbers, of_faults, strict=True))}
 
 
 def test_without_a_fault_all_pass(found: dict[int, list[str]]) -> None:
