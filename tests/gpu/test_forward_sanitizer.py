@@ -1,6 +1,6 @@
 """compute-sanitizer finds nothing in small calls of every kind.
 
-racecheck cannot run kernels of wgmma and TMA: races are hunted by `test_forward_races`.
+racecheck cannot run kernels of wgmma and TMA: races are hunted by `test_races`.
 """
 
 import pytest

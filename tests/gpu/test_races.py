@@ -1,14 +1,17 @@
-"""A thousand runs with random delays in every role and poisoned memory: always the same bits.
+"""A thousand runs of a pass with random delays in every role and poisoned memory: always the same
+bits.
 
 They need the test build of the extension (MEGAMOE_DELAYS), which `make test-gpu` makes.
 """
 
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
-from tests.forward_programs import ROLES, counted, results
+from tests import backward_programs, forward_programs
+from tests.forward_programs import ROLES, counted
 from tests.process import run_on_gpu
 
 pytestmark = pytest.mark.gpu
@@ -16,15 +19,17 @@ pytestmark = pytest.mark.gpu
 NUM_RUNS = 1000
 # A role that is delayed hardly ever proves nothing.
 MIN_DELAYS = 1000
+PASSES = {"forward": forward_programs, "backward": backward_programs}
 
 
-def test_delays_change_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("programs", PASSES.values(), ids=PASSES.keys())
+def test_delays_change_no_bit(programs: ModuleType, tmp_path: Path) -> None:
     """The right bits are those of the extension that users run, in this process."""
-    path = tmp_path / "y.npz"
-    np.savez(path, *results())
+    path = tmp_path / "results.npz"
+    np.savez(path, *programs.results())
     result = run_on_gpu(
         "-m",
-        "tests.forward_programs",
+        programs.__name__,
         "delays",
         str(path),
         str(NUM_RUNS),
