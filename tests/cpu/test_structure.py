@@ -61,7 +61,8 @@ Sources = Mapping[str, str]
 
 
 def project_sources() -> dict[str, str]:
-    """The project's text files by path from the root, found without git, as in an sdist."""
+    """The project's text files by path from the root, found without git, as in an sdist; pictures
+    are there without text."""
     paths = []
     for entry in sorted(ROOT.iterdir()):
         hidden = entry.name.startswith(".") and entry.name not in {".ci", ".clang-format"}
@@ -69,10 +70,10 @@ def project_sources() -> dict[str, str]:
             continue
         paths += [entry] if entry.is_file() else sorted(entry.rglob("*"))
     return {
-        path.relative_to(ROOT).as_posix(): path.read_text()
+        path.relative_to(ROOT).as_posix(): "" if path.suffix == ".png" else path.read_text()
         for path in paths
         if path.is_file()
-        and path.suffix in TEXT_SUFFIXES
+        and path.suffix in {*TEXT_SUFFIXES, ".png"}
         and not UNTRACKED_FOLDERS & set(path.relative_to(ROOT).parts)
     }
 
