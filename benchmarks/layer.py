@@ -5,7 +5,6 @@
                                [--saves none gate_up] [--weights bf16 float32]
                                [--peers-path DIR] [--out FILE.json] [--png FILE.png]
 
-From a checkout, with PYTHONPATH=. before it.
 _timing.py says how a rate is measured, _shapes.py on what, _implementations.py of what. A record's
 `tflops` are useful FLOPs, 6 T K H I of a forward, 12 of a backward and 18 of a forward with its
 backward, and `fraction` is their rate over that of a bf16 8192^3 product measured in the same
