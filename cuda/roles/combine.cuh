@@ -23,6 +23,7 @@
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
 #include "shared/part.h"
 
 namespace megamoe {
@@ -143,29 +144,37 @@ class CombineRole {
   // ---- tokens: claim -> place in the order -> routes, each a memory latency ahead of its use ----
 
   __device__ __forceinline__ void PrefetchToken() {
-    next_token_ = placed_token_;
-    next_row_ = -1;
-    if (next_token_ >= 0 && lane_ < p_.dims.K) {
-      const int slot = next_token_ * p_.dims.K + lane_;
-      next_row_ = p_.plan.slot_row[slot];
-      next_weight_ = Steps::Weight(p_, slot);
-      next_expert_ = p_.expert_idx[slot];
-    }
+    next_token_ = Taken(placed_token_);
+    // What is loaded is loaded by all lanes, and nothing before its use chooses between it and
+    // something else: that would wait for it.
+    ptx::EndBlock();
     const int place = __shfl_sync(kAllLanes, claim_, 0);
+    if (lane_ == 0) claim_ = static_cast<int>(ptx::FetchIncrement(p_.counters.next_token));
     placed_token_ = place >= 0 && place < p_.dims.R * p_.dims.T ? p_.plan.token_order[place] : -1;
-    if (lane_ == 0) claim_ = static_cast<int>(atomicAdd(p_.counters.next_token, 1u));
+    const int slot = max(next_token_, 0) * p_.dims.K + min(lane_, p_.dims.K - 1);
+    next_row_ = p_.plan.slot_row[slot];
+    next_weight_ = Steps::Weight(p_, slot);
+    next_expert_ = p_.expert_idx[slot];
+  }
+
+  // A copy in a register of its own, so that what comes next can be loaded into that of the value.
+  template <typename T>
+  static __device__ __forceinline__ T Taken(T value) {
+    ptx::PinRegister(value);
+    return value;
   }
 
   // Takes the prefetched token.
   __device__ __forceinline__ void NextToken() {
     token_ = next_token_;
-    row_ = next_row_;
-    route_.weight = next_weight_;
+    row_ = token_ >= 0 && lane_ < p_.dims.K ? next_row_ : -1;
+    route_.weight = Taken(next_weight_);
     PlaceRoutes();
     from_ = Steps::Rows(p_) + FirstVector(row_);
     to_ = FirstVector(token_);
     column_ = 0;
     PrefetchToken();
+    is_ready_ = LookForRows();  // a memory latency, the same in which the next token comes
   }
 
   // Finds the lane's route its place in the order of the sum: walks down the tree to its block.
@@ -209,18 +218,26 @@ class CombineRole {
     return !__any_sync(kAllLanes, is_never) && __popc(firsts) < kTreeBlocks;
   }
 
-  // Whether the rows of the current token are complete. Waits for it only when nothing else is to
-  // do.
+  // The flag of the tile of the lane's row.
+  __device__ __forceinline__ Flag RowDone() const {
+    return Steps::RowsDone(p_, max(row_, 0) / kTileRows);
+  }
+
+  // Whether the rows of the current token are complete by now. What they are written by is TMA;
+  // each lane copies the row it looked after.
+  __device__ __forceinline__ bool LookForRows() {
+    const bool are_done = __all_sync(kAllLanes, row_ < 0 || IsRaised(RowDone()));
+    if (are_done) ptx::FenceAsyncGlobal();
+    return are_done;
+  }
+
+  // Whether the current token can be summed. Waits for it only when nothing else is to do.
   __device__ __forceinline__ bool RowsAreReady() {
-    if (column_ > 0 || HasFault(SeededFault::kSumBeforeRows)) return true;
-    const int tile = max(row_, 0) / kTileRows;
-    const Flag flag = Steps::RowsDone(p_, tile);
-    if (!__all_sync(kAllLanes, row_ < 0 || IsRaised(flag))) {
-      if (num_in_flight_ > 0) return false;
-      WaitForFlags(row_ >= 0, flag, /*pause_ns=*/200, p_.wait, -1, tile);
-    }
-    ptx::FenceAsyncGlobal();  // written by TMA; each lane copies the row it looked after
-    return true;
+    if (is_ready_ || HasFault(SeededFault::kSumBeforeRows)) return true;
+    if (num_in_flight_ > 0) return is_ready_ = LookForRows();
+    WaitForFlags(row_ >= 0, RowDone(), /*pause_ns=*/200, p_.wait, -1, max(row_, 0) / kTileRows);
+    ptx::FenceAsyncGlobal();
+    return is_ready_ = true;
   }
 
   // ---- batches: all routes of a token, and as many columns as fit ----
@@ -298,12 +315,13 @@ class CombineRole {
   int claim_ = -1;
   int placed_token_ = -1;
   int next_token_ = -1;
-  int next_row_ = -1;
+  int next_row_ = 0;
   int next_expert_ = 0;
   float next_weight_ = 0;
   // The token whose batches are issued; -1 for no more.
   int token_ = -1;
   int num_routes_ = 0;
+  bool is_ready_ = false;   // see RowsAreReady
   uint32_t row_bytes_ = 0;  // in a batch
   int column_ = 0;
   uint64_t to_ = 0;  // the first vector of its sums
