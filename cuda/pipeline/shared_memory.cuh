@@ -56,12 +56,12 @@ constexpr int kHelperBatches = 2;
 struct alignas(16) Batch {
   struct alignas(8) Route {
     float weight;
-    uint32_t next;  // see roles/combine.cuh
+    uint32_t next;  // see pipeline/batch_sum.cuh
   };
 
   uint8_t rows[kBatchBytes];
   Route routes[kWarpThreads];  // in the order of the sum, as the rows
-  uint64_t first;  // vector of the sums
+  uint64_t first;              // vector of the sums
   int32_t columns;
   uint32_t row_bytes;  // from one row to the next
 };

@@ -10,17 +10,15 @@
 // Rows come in batches through shared memory by bulk copies: one warp keeps tens of KB on their
 // way, where loads into registers would leave it waiting for memory.
 //
-// A token's routes of one expert block are added in choice order, the blocks by a balanced binary
-// tree. A product is fused into its sum (fmaf). A block without a route is +0 to the contract; it
-// is skipped here, which changes no sum but -0: see AddsZero.
+// What is added to what: pipeline/batch_sum.cuh.
 #pragma once
 
 #include "comm/wait.cuh"
+#include "pipeline/batch_sum.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/mutation.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
-#include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -38,6 +36,7 @@ class CombineRole {
       : p_(params), batches_(batches), batch_full_(batch_full), lane_(threadIdx.x % kWarpThreads) {}
 
   __device__ void Run() {
+    if (p_.dims.T == 0) return;  // there is no slot to load
     PrefetchToken();
     PrefetchToken();
     PrefetchToken();
@@ -54,93 +53,6 @@ class CombineRole {
   }
 
  private:
-  // A lane sums two vectors of columns at a time, kVectorStride apart.
-  static constexpr int kVectors = 2;
-  static constexpr int kVectorStride = kWarpThreads * kVector;
-  static constexpr int kGroupColumns = kVectors * kVectorStride;
-
-  // Batch::Route::next: the level of the tree at which the next row joins this one, 0 in the same
-  // block; or that there is none.
-  enum Next : uint32_t { kNone = kTreeLevels + 1, kNoneAddZero };
-
-  struct Sum {
-    float v[kVectors][kVector];
-
-    __device__ __forceinline__ void Add(const Sum& other) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) v[i][j] += other.v[i][j];
-      }
-    }
-    // Adds a product, or begins with it: with a product that is added to +0.
-    template <bool kBegins>
-    __device__ __forceinline__ void AddScaled(float scale, int i, uint4 row) {
-      const uint32_t words[4] = {row.x, row.y, row.z, row.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float& low = v[i][2 * j];
-        float& high = v[i][2 * j + 1];
-        low = Kept(fmaf(scale, ptx::LowBf16(words[j]), kBegins ? 0.0f : low));
-        high = Kept(fmaf(scale, ptx::HighBf16(words[j]), kBegins ? 0.0f : high));
-      }
-    }
-    static __device__ __forceinline__ float Kept(float sum) {
-      return HasFault(SeededFault::kTokensInBf16) ? ptx::LowBf16(ptx::PackBf16(sum, 0)) : sum;
-    }
-    __device__ __forceinline__ void AddZero() {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) v[i][j] += 0.0f;
-      }
-    }
-    __device__ __forceinline__ uint4 Packed(int i) const {
-      return {ptx::PackBf16(v[i][0], v[i][1]), ptx::PackBf16(v[i][2], v[i][3]),
-              ptx::PackBf16(v[i][4], v[i][5]), ptx::PackBf16(v[i][6], v[i][7])};
-    }
-  };
-
-  // Walks the rows of a batch.
-  struct Rows {
-    uint32_t address;  // of the lane's first vector in the next row
-    const Batch::Route* route;
-    const uint32_t row_bytes;
-    uint32_t next = 0;  // of the last row taken
-
-    template <bool kBegins>
-    __device__ __forceinline__ void Take(Sum& sum) {
-      const Batch::Route taken = *route;
-      uint4 vectors[kVectors];
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        vectors[i] = ptx::LoadShared(address + i * kVectorStride * 2);
-      }
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        sum.template AddScaled<kBegins>(taken.weight, i, vectors[i]);
-      }
-      next = taken.next;
-      ++route;
-      address += row_bytes;
-    }
-  };
-
-  // The sum of the node of the tree that holds the next row, kLevel levels above the blocks.
-  template <int kLevel>
-  static __device__ __forceinline__ Sum Node(Rows& rows) {
-    Sum sum;
-    if constexpr (kLevel == 0) {
-      rows.template Take<true>(sum);
-#pragma unroll 1
-      while (rows.next == 0) rows.template Take<false>(sum);
-    } else {
-      sum = Node<kLevel - 1>(rows);
-      if (rows.next == kLevel) sum.Add(Node<kLevel - 1>(rows));
-    }
-    return sum;
-  }
-
   // ---- tokens: claim -> place in the order -> routes, each a memory latency ahead of its use ----
 
   __device__ __forceinline__ void PrefetchToken() {
@@ -184,7 +96,7 @@ class CombineRole {
     unsigned before = 0;     // lanes whose routes come before, of other blocks
     unsigned node = routes;  // lanes whose routes are in the node
     int expert = next_expert_;
-    uint32_t next = kNone;
+    uint32_t next = kNoRow;
 #pragma unroll
     for (int level = kTreeLevels; level > 0; --level) {
       const int half = p_.experts_per_block << (level - 1);
@@ -199,12 +111,12 @@ class CombineRole {
     const unsigned earlier = node & earlier_lanes;
     const bool is_last = (node & ~earlier_lanes) == 1u << lane_;
     if (!is_last) next = 0;
-    if (AddsZero(routes, node, earlier) && next == kNone) next = kNoneAddZero;
+    if (AddsZero(routes, node, earlier) && next == kNoRow) next = kNoRowAddZero;
     route_.next = next;
     place_ = __popc(before) + __popc(earlier);
     num_routes_ = __popc(routes);
-    // A power of two that holds the rows.
-    row_bytes_ = kBatchBytes >> (kWarpThreads - __clz(num_routes_ - 1));
+    // For as many rows as the next power of two.
+    row_bytes_ = kBatchBytes >> (kWarpThreads - 1 - __clz(2 * num_routes_ - 1));
   }
 
   // Whether the sum could be -0 where the contract has +0. It has +0 if a block is without a route:
@@ -214,7 +126,8 @@ class CombineRole {
   __device__ __forceinline__ bool AddsZero(unsigned routes, unsigned block, unsigned earlier) {
     const bool is_route = row_ >= 0;
     const unsigned firsts = __ballot_sync(kAllLanes, is_route && earlier == 0);
-    const bool is_never = is_route & block == 1u << lane_ & fabsf(route_.weight) >= 0x1p-16f;
+    const bool is_alone = is_route && block == 1u << lane_;
+    const bool is_never = is_alone && fabsf(route_.weight) >= 0x1p-16f;
     return !__any_sync(kAllLanes, is_never) && __popc(firsts) < kTreeBlocks;
   }
 
@@ -290,12 +203,12 @@ class CombineRole {
     Delay(DelaySite::kCombine, ~static_cast<uint32_t>(batch.first));
     const uint32_t rows_address = ptx::SharedAddress(batch.rows) + lane_ * kVector * 2;
 #pragma unroll 1
-    for (int first = 0; first < columns; first += kGroupColumns) {
-      Rows rows = {rows_address + first * 2, batch.routes, row_bytes};
-      Sum sum = Node<kTreeLevels>(rows);
-      if (rows.next == kNoneAddZero) sum.AddZero();
+    for (int first = 0; first < columns; first += kSumColumns) {
+      BatchRows rows = {rows_address + first * 2, batch.routes, row_bytes};
+      BatchSum sum = SumOfNode<kTreeLevels>(rows);
+      if (rows.next == kNoRowAddZero) sum.AddZero();
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
+      for (int i = 0; i < kSumVectors; ++i) {
         const int column = first + i * kVectorStride;
         if (column + lane_ * kVector < columns) sums[column / kVector] = sum.Packed(i);
       }
