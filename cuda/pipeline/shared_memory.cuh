@@ -59,11 +59,15 @@ struct alignas(16) Batch {
     uint32_t next;  // see pipeline/batch_sum.cuh
   };
 
+  struct alignas(16) Shape {
+    uint64_t first;  // vector of the sums
+    int32_t columns;
+    uint32_t row_bytes;  // from one row to the next
+  };
+
   uint8_t rows[kBatchBytes];
   Route routes[kWarpThreads];  // in the order of the sum, as the rows
-  uint64_t first;              // vector of the sums
-  int32_t columns;
-  uint32_t row_bytes;  // from one row to the next
+  Shape shape;
 };
 static_assert(kConsumerWarps * kHelperBatches * sizeof(Batch) <= kNumStages * kStageBytes);
 

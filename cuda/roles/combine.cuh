@@ -171,9 +171,7 @@ class CombineRole {
         __shfl_sync(kAllLanes, min(static_cast<int>(row_bytes_ / 2), p_.H - column_), 0);
     const unsigned vector = static_cast<unsigned>(column_) / kVector;
     if (lane_ == 0) {
-      batch.first = to_ + vector;
-      batch.columns = columns;
-      batch.row_bytes = row_bytes_;
+      batch.shape = {to_ + vector, columns, row_bytes_};
       ptx::BarrierArriveExpect(barrier, num_routes_ * columns * 2);
     }
     if (row_ >= 0) {
@@ -197,22 +195,23 @@ class CombineRole {
     const TraceScope trace(p_.trace, kCombine, lane_ == 0);
     ptx::BarrierWait(batch_full_ + sum_.index() * sizeof(uint64_t), sum_.parity());
     const Batch& batch = batches_[sum_.index()];
-    const int columns = batch.columns;
-    const uint32_t row_bytes = batch.row_bytes;
-    uint4* const sums = Steps::Sums(p_) + batch.first + lane_;
-    Delay(DelaySite::kCombine, ~static_cast<uint32_t>(batch.first));
+    const Batch::Shape shape = batch.shape;
+    uint4* const sums = Steps::Sums(p_) + shape.first + lane_;
+    Delay(DelaySite::kCombine, ~static_cast<uint32_t>(shape.first));
     const uint32_t rows_address = ptx::SharedAddress(batch.rows) + lane_ * kVector * 2;
+    int first = 0;
 #pragma unroll 1
-    for (int first = 0; first < columns; first += kSumColumns) {
-      BatchRows rows = {rows_address + first * 2, batch.routes, row_bytes};
+    do {
+      BatchRows rows = {rows_address + first * 2, batch.routes, shape.row_bytes};
       BatchSum sum = SumOfNode<kTreeLevels>(rows);
       if (rows.next == kNoRowAddZero) sum.AddZero();
 #pragma unroll
       for (int i = 0; i < kSumVectors; ++i) {
         const int column = first + i * kVectorStride;
-        if (column + lane_ * kVector < columns) sums[column / kVector] = sum.Packed(i);
+        if (column + lane_ * kVector < shape.columns) sums[column / kVector] = sum.Packed(i);
       }
-    }
+      first += kSumColumns;
+    } while (first < shape.columns);
     // The batch is free for the next copy: every lane has read it.
     __syncwarp();
     sum_.Advance();
