@@ -42,11 +42,10 @@ constexpr uint32_t kStageABytes = kTileRows * kBlockK * 2;
 constexpr uint32_t kStageBBytes = kTileColumns * kBlockK * 2;
 constexpr uint32_t kStageBytes = kStageABytes + kStageBBytes;
 
-// Rows of o on their way to the sums: a batch is all routes of a token, 8, 16 or 32 rows, and as
-// many columns as fit. Two warps sum with batches of their own; the warps that multiply join at the
-// end, and theirs lie in the stages.
+// Rows of o on their way to the sums: a batch is all routes of a token, and as many columns as fit.
+// Two warps sum with batches of their own; the warps that multiply join at the end, and theirs lie
+// in the stages.
 constexpr uint32_t kBatchBytes = 8192;
-constexpr uint32_t kMinBatchRows = 8;
 constexpr int kTreeLevels = 3;                 // of the summation tree
 constexpr int kTreeBlocks = 1 << kTreeLevels;  // at most
 constexpr int kCombineWarps = 2;
@@ -55,19 +54,22 @@ constexpr int kAllCombineBatches = kCombineWarps * kCombineBatches;
 constexpr int kHelperBatches = 2;
 
 struct alignas(16) Batch {
+  struct alignas(8) Route {
+    float weight;
+    uint32_t next;  // see pipeline/batch_sum.cuh
+  };
+
+  struct alignas(16) Shape {
+    uint64_t first;  // vector of the sums
+    int32_t columns;
+    uint32_t row_bytes;  // from one row to the next
+  };
+
   uint8_t rows[kBatchBytes];
-  float weight[kWarpThreads];
-  int32_t token;
-  int32_t column;  // first of the batch, in bf16
-  int32_t num_rows;
-  uint64_t block_ends;  // a byte a block of the tree: rows of the blocks up to it
+  Route routes[kWarpThreads];  // in the order of the sum, as the rows
+  Shape shape;
 };
 static_assert(kConsumerWarps * kHelperBatches * sizeof(Batch) <= kNumStages * kStageBytes);
-
-// Bytes from one row of a batch to the next.
-__device__ __forceinline__ uint32_t BatchRowBytes(int num_rows) {
-  return kBatchBytes / (num_rows <= 8 ? kMinBatchRows : num_rows <= 16 ? 16 : 32);
-}
 
 // Rows of x (or dy) on their way to the pool, in the same buffers, before the sums.
 constexpr int kPieceColumns = 2048;

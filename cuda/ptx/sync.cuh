@@ -150,6 +150,16 @@ __device__ __forceinline__ uint32_t LoadRelaxed(const uint32_t* flag) {
 __device__ __forceinline__ void AddRelease(uint32_t* flag, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
+// Adds 1 and returns what the word was; ordered with nothing. An instruction that wraps at 2^32,
+// since ptxas has the lanes of a warp share an ordinary addition, for which they wait at once.
+__device__ __forceinline__ uint32_t FetchIncrement(uint32_t* word) {
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xfffffffe;"
+               : "=r"(old)
+               : "l"(word)
+               : "memory");
+  return old;
+}
 
 // ---- 16 bytes of global memory that nobody reads soon again: the first to leave the caches ----
 

@@ -26,6 +26,8 @@ __device__ __forceinline__ void PinRegisters(float (&d)[N]) {
 // Makes the compiler finish a value here, where it would keep what it is made of, and begin here
 // with what is made of it.
 __device__ __forceinline__ void PinRegister(uint32_t& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void PinRegister(int& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void PinRegister(float& v) { asm volatile("" : "+f"(v)); }
 template <int N>
 __device__ __forceinline__ void PinRegisters(uint32_t (&v)[N]) {
 #pragma unroll

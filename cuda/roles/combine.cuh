@@ -10,19 +10,18 @@
 // Rows come in batches through shared memory by bulk copies: one warp keeps tens of KB on their
 // way, where loads into registers would leave it waiting for memory.
 //
-// A token's routes of one expert block are added in choice order, the blocks by a balanced binary
-// tree. A block without a route adds +0, which changes no sum but -0. A product is fused into its
-// sum (fmaf).
+// What is added to what: pipeline/batch_sum.cuh.
 #pragma once
 
 #include "comm/wait.cuh"
+#include "pipeline/batch_sum.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/mutation.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
-#include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
 #include "shared/part.h"
 
 namespace megamoe {
@@ -37,166 +36,148 @@ class CombineRole {
       : p_(params), batches_(batches), batch_full_(batch_full), lane_(threadIdx.x % kWarpThreads) {}
 
   __device__ void Run() {
+    if (p_.dims.T == 0) return;  // there is no slot to load
     PrefetchToken();
     PrefetchToken();
     PrefetchToken();
     NextToken();
     for (;;) {
-      while (num_in_flight_ < kNumBatches && token_ >= 0 && RowsAreReady()) IssueBatch();
-      if (num_in_flight_ == 0) return;
-      SumBatch();
+      if (num_in_flight_ < kNumBatches && token_ >= 0 && RowsAreReady()) {
+        IssueBatch();
+      } else if (num_in_flight_ > 0) {
+        SumBatch();
+      } else {
+        return;
+      }
     }
   }
 
  private:
-  // A lane sums two vectors of columns, kVectorStride apart.
-  static constexpr int kVectors = 2;
-  static constexpr int kVectorStride = kWarpThreads * kVector;
-  static_assert(kVectors * kVectorStride * 2 == kBatchBytes / kMinBatchRows, "a whole row");
-
-  struct Sum {
-    float v[kVectors][kVector];
-
-    __device__ __forceinline__ void Add(const Sum& other) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) v[i][j] += other.v[i][j];
-      }
-    }
-    __device__ __forceinline__ void AddScaled(float scale, int i, uint4 row) {
-      const uint32_t words[4] = {row.x, row.y, row.z, row.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        v[i][2 * j] = Kept(fmaf(scale, ptx::LowBf16(words[j]), v[i][2 * j]));
-        v[i][2 * j + 1] = Kept(fmaf(scale, ptx::HighBf16(words[j]), v[i][2 * j + 1]));
-      }
-    }
-    static __device__ __forceinline__ float Kept(float sum) {
-      return HasFault(SeededFault::kTokensInBf16) ? ptx::LowBf16(ptx::PackBf16(sum, 0)) : sum;
-    }
-    __device__ __forceinline__ uint4 Packed(int i) const {
-      return {ptx::PackBf16(v[i][0], v[i][1]), ptx::PackBf16(v[i][2], v[i][3]),
-              ptx::PackBf16(v[i][4], v[i][5]), ptx::PackBf16(v[i][6], v[i][7])};
-    }
-  };
-
-  // Walks the rows of a batch.
-  struct Rows {
-    const Batch& batch;
-    const uint32_t row_bytes;
-    uint32_t address;  // of the lane's first vector in row `row`
-    int row = 0;
-
-    // The sum of the next rows up to `end`.
-    __device__ __forceinline__ Sum Take(int end) {
-      Sum sum = {};
-#pragma unroll 1
-      for (; row < end; ++row, address += row_bytes) {
-        const float weight = batch.weight[row];
-        uint4 vectors[kVectors];
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          vectors[i] = ptx::LoadShared(address + i * kVectorStride * 2);
-        }
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) sum.AddScaled(weight, i, vectors[i]);
-      }
-      return sum;
-    }
-  };
-
-  // The sum of 2^kLevel blocks from kBlock on.
-  template <int kLevel, int kBlock>
-  static __device__ __forceinline__ Sum Tree(Rows& rows, uint64_t block_ends) {
-    if constexpr (kLevel == 0) {
-      return rows.Take(static_cast<int>(block_ends >> 8 * kBlock & 0xff));
-    } else {
-      Sum sum = Tree<kLevel - 1, kBlock>(rows, block_ends);
-      sum.Add(Tree<kLevel - 1, kBlock + (1 << (kLevel - 1))>(rows, block_ends));
-      return sum;
-    }
-  }
-
   // ---- tokens: claim -> place in the order -> routes, each a memory latency ahead of its use ----
 
   __device__ __forceinline__ void PrefetchToken() {
-    next_token_ = placed_token_;
-    next_row_ = -1;
-    if (next_token_ >= 0 && lane_ < p_.dims.K) {
-      const int slot = next_token_ * p_.dims.K + lane_;
-      next_row_ = p_.plan.slot_row[slot];
-      next_weight_ = Steps::Weight(p_, slot);
-      next_expert_ = p_.expert_idx[slot];
-    }
+    next_token_ = Taken(placed_token_);
+    // What is loaded is loaded by all lanes, and nothing before its use chooses between it and
+    // something else: that would wait for it.
+    ptx::EndBlock();
     const int place = __shfl_sync(kAllLanes, claim_, 0);
+    if (lane_ == 0) claim_ = static_cast<int>(ptx::FetchIncrement(p_.counters.next_token));
     placed_token_ = place >= 0 && place < p_.dims.R * p_.dims.T ? p_.plan.token_order[place] : -1;
-    if (lane_ == 0) claim_ = static_cast<int>(atomicAdd(p_.counters.next_token, 1u));
+    const int slot = max(next_token_, 0) * p_.dims.K + min(lane_, p_.dims.K - 1);
+    next_row_ = p_.plan.slot_row[slot];
+    next_weight_ = Steps::Weight(p_, slot);
+    next_expert_ = p_.expert_idx[slot];
+  }
+
+  // A copy in a register of its own, so that what comes next can be loaded into that of the value.
+  template <typename T>
+  static __device__ __forceinline__ T Taken(T value) {
+    ptx::PinRegister(value);
+    return value;
   }
 
   // Takes the prefetched token.
   __device__ __forceinline__ void NextToken() {
     token_ = next_token_;
-    row_ = next_row_;
-    weight_ = next_weight_;
-    const int block = row_ >= 0 ? next_expert_ / p_.experts_per_block : kTreeBlocks;
-    const unsigned earlier_lanes = (1u << lane_) - 1;
-    num_routes_ = 0;
-    block_ends_ = 0;
-#pragma unroll
-    for (int b = 0; b < kTreeBlocks; ++b) {
-      const unsigned lanes = __ballot_sync(kAllLanes, block == b);
-      if (b == block) place_ = num_routes_ + __popc(lanes & earlier_lanes);
-      num_routes_ += __popc(lanes);
-      block_ends_ |= static_cast<uint64_t>(num_routes_) << 8 * b;
-    }
-    is_ready_ = false;
+    row_ = token_ >= 0 && lane_ < p_.dims.K ? next_row_ : -1;
+    route_.weight = Taken(next_weight_);
+    PlaceRoutes();
+    from_ = Steps::Rows(p_) + FirstVector(row_);
+    to_ = FirstVector(token_);
     column_ = 0;
     PrefetchToken();
+    is_ready_ = LookForRows();  // a memory latency, the same in which the next token comes
   }
 
-  // Whether the rows of the current token are complete. Waits for it only when nothing else is to
-  // do.
+  // Finds the lane's route its place in the order of the sum: walks down the tree to its block.
+  __device__ __forceinline__ void PlaceRoutes() {
+    const unsigned routes = __ballot_sync(kAllLanes, row_ >= 0);
+    const unsigned earlier_lanes = (1u << lane_) - 1;
+    unsigned before = 0;     // lanes whose routes come before, of other blocks
+    unsigned node = routes;  // lanes whose routes are in the node
+    int expert = next_expert_;
+    uint32_t next = kNoRow;
+#pragma unroll
+    for (int level = kTreeLevels; level > 0; --level) {
+      const int half = p_.experts_per_block << (level - 1);
+      const bool is_right = expert >= half;
+      const unsigned rights = __ballot_sync(kAllLanes, is_right);
+      const unsigned if_left = is_right ? 0 : kAllLanes;
+      if ((node & rights & if_left) != 0) next = level;
+      before |= node & ~(rights | if_left);
+      node &= rights ^ if_left;
+      expert -= is_right ? half : 0;
+    }
+    const unsigned earlier = node & earlier_lanes;
+    const bool is_last = (node & ~earlier_lanes) == 1u << lane_;
+    if (!is_last) next = 0;
+    if (AddsZero(routes, node, earlier) && next == kNoRow) next = kNoRowAddZero;
+    route_.next = next;
+    place_ = __popc(before) + __popc(earlier);
+    num_routes_ = __popc(routes);
+    // For as many rows as the next power of two.
+    row_bytes_ = kBatchBytes >> (kWarpThreads - 1 - __clz(2 * num_routes_ - 1));
+  }
+
+  // Whether the sum could be -0 where the contract has +0. It has +0 if a block is without a route:
+  // no sum is -0 unless all that is added to it is. A block is -0 only if a product comes close to
+  // -0 and is rounded to it: not the one product of a block with a weight of 2^-16 or more, since
+  // no bf16 is below 2^-133 and no float below 2^-149.
+  __device__ __forceinline__ bool AddsZero(unsigned routes, unsigned block, unsigned earlier) {
+    const bool is_route = row_ >= 0;
+    const unsigned firsts = __ballot_sync(kAllLanes, is_route && earlier == 0);
+    const bool is_alone = is_route && block == 1u << lane_;
+    const bool is_never = is_alone && fabsf(route_.weight) >= 0x1p-16f;
+    return !__any_sync(kAllLanes, is_never) && __popc(firsts) < kTreeBlocks;
+  }
+
+  // The flag of the tile of the lane's row.
+  __device__ __forceinline__ Flag RowDone() const {
+    return Steps::RowsDone(p_, max(row_, 0) / kTileRows);
+  }
+
+  // Whether the rows of the current token are complete by now. What they are written by is TMA;
+  // each lane copies the row it looked after.
+  __device__ __forceinline__ bool LookForRows() {
+    const bool are_done = __all_sync(kAllLanes, row_ < 0 || IsRaised(RowDone()));
+    if (are_done) ptx::FenceAsyncGlobal();
+    return are_done;
+  }
+
+  // Whether the current token can be summed. Waits for it only when nothing else is to do.
   __device__ __forceinline__ bool RowsAreReady() {
     if (is_ready_ || HasFault(SeededFault::kSumBeforeRows)) return true;
-    const int tile = max(row_, 0) / kTileRows;
-    const Flag flag = Steps::RowsDone(p_, tile);
-    if (!__all_sync(kAllLanes, row_ < 0 || IsRaised(flag))) {
-      if (num_in_flight_ > 0) return false;
-      WaitForFlags(row_ >= 0, flag, /*pause_ns=*/200, p_.wait, -1, tile);
-    }
-    ptx::FenceAsyncGlobal();  // written by TMA; each lane copies the row it looked after
-    is_ready_ = true;
-    return true;
+    if (num_in_flight_ > 0) return is_ready_ = LookForRows();
+    WaitForFlags(row_ >= 0, RowDone(), /*pause_ns=*/200, p_.wait, -1, max(row_, 0) / kTileRows);
+    ptx::FenceAsyncGlobal();
+    return is_ready_ = true;
   }
 
   // ---- batches: all routes of a token, and as many columns as fit ----
 
-  // Of a batch whose first column is `column`.
-  __device__ __forceinline__ int NumColumns(uint32_t row_bytes, int column) const {
-    return min(static_cast<int>(row_bytes) / 2, p_.H - column);
+  // Of a row of H columns.
+  __device__ __forceinline__ uint64_t FirstVector(unsigned row) const {
+    return uint64_t{row} * (static_cast<unsigned>(p_.H) / kVector);
   }
 
   // Starts the copies of the next batch of the current token.
   __device__ __forceinline__ void IssueBatch() {
     Delay(DelaySite::kCombine, token_ * 64 + column_ / kVectorStride);
     Batch& batch = batches_[issue_];
-    const uint32_t barrier = batch_full_ + issue_ * sizeof(uint64_t);
-    const uint32_t row_bytes = BatchRowBytes(num_routes_);
-    const int columns = NumColumns(row_bytes, column_);
+    // Uniform over the warp, and the compiler knows it: the copies are issued one lane at a time.
+    const uint32_t barrier =
+        __shfl_sync(kAllLanes, batch_full_ + issue_ * static_cast<uint32_t>(sizeof(uint64_t)), 0);
+    const int columns =
+        __shfl_sync(kAllLanes, min(static_cast<int>(row_bytes_ / 2), p_.H - column_), 0);
+    const unsigned vector = static_cast<unsigned>(column_) / kVector;
     if (lane_ == 0) {
-      batch.token = token_;
-      batch.column = column_;
-      batch.num_rows = num_routes_;
-      batch.block_ends = block_ends_;
+      batch.shape = {to_ + vector, columns, row_bytes_};
       ptx::BarrierArriveExpect(barrier, num_routes_ * columns * 2);
     }
-    __syncwarp();
     if (row_ >= 0) {
-      batch.weight[place_] = weight_;
-      const uint4* from = Steps::Rows(p_) + (int64_t{row_} * p_.H + column_) / kVector;
-      ptx::BulkLoad(ptx::SharedAddress(batch.rows) + place_ * row_bytes, from, columns * 2,
-                    barrier);
+      batch.routes[place_] = route_;
+      ptx::BulkLoad(ptx::SharedAddress(batch.rows) + place_ * row_bytes_, from_ + vector,
+                    columns * 2, barrier);
     }
     __syncwarp();
     // Behind the copies, which take longer.
@@ -214,18 +195,23 @@ class CombineRole {
     const TraceScope trace(p_.trace, kCombine, lane_ == 0);
     ptx::BarrierWait(batch_full_ + sum_.index() * sizeof(uint64_t), sum_.parity());
     const Batch& batch = batches_[sum_.index()];
-    Delay(DelaySite::kCombine, ~batch.token);
-    const int num_rows = batch.num_rows;
-    const uint32_t row_bytes = BatchRowBytes(num_rows);
-    const int columns = NumColumns(row_bytes, batch.column);
-    const int64_t first = int64_t{batch.token} * p_.H + batch.column;
-    Rows rows = {batch, row_bytes, ptx::SharedAddress(batch.rows) + lane_ * kVector * 2};
-    const Sum sum = Tree<kTreeLevels, 0>(rows, batch.block_ends);
+    const Batch::Shape shape = batch.shape;
+    uint4* const sums = Steps::Sums(p_) + shape.first + lane_;
+    Delay(DelaySite::kCombine, ~static_cast<uint32_t>(shape.first));
+    const uint32_t rows_address = ptx::SharedAddress(batch.rows) + lane_ * kVector * 2;
+    int first = 0;
+#pragma unroll 1
+    do {
+      BatchRows rows = {rows_address + first * 2, batch.routes, shape.row_bytes};
+      BatchSum sum = SumOfNode<kTreeLevels>(rows);
+      if (rows.next == kNoRowAddZero) sum.AddZero();
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int column = lane_ * kVector + i * kVectorStride;
-      if (column < columns) Steps::Sums(p_)[(first + column) / kVector] = sum.Packed(i);
-    }
+      for (int i = 0; i < kSumVectors; ++i) {
+        const int column = first + i * kVectorStride;
+        if (column + lane_ * kVector < shape.columns) sums[column / kVector] = sum.Packed(i);
+      }
+      first += kSumColumns;
+    } while (first < shape.columns);
     // The batch is free for the next copy: every lane has read it.
     __syncwarp();
     sum_.Advance();
@@ -241,19 +227,21 @@ class CombineRole {
   int claim_ = -1;
   int placed_token_ = -1;
   int next_token_ = -1;
-  int next_row_ = -1;
+  int next_row_ = 0;
   int next_expert_ = 0;
   float next_weight_ = 0;
   // The token whose batches are issued; -1 for no more.
   int token_ = -1;
   int num_routes_ = 0;
-  bool is_ready_ = false;
+  bool is_ready_ = false;   // see RowsAreReady
+  uint32_t row_bytes_ = 0;  // in a batch
   int column_ = 0;
-  // The lane's route: its pool row or -1, its place in the order of the sum.
+  uint64_t to_ = 0;  // the first vector of its sums
+  // The lane's route: its pool row or -1, that row, its place in the order of the sum.
   int row_ = -1;
-  float weight_ = 0;
+  const uint4* from_ = nullptr;
   int place_ = 0;
-  uint64_t block_ends_ = 0;  // a byte a block: routes of the blocks up to it
+  Batch::Route route_ = {};
   // The ring of batches.
   int issue_ = 0;
   RingPosition<kNumBatches> sum_;

@@ -23,6 +23,8 @@ CASES = (
     ((200, 2, 8, 64, 128), "duplicates"),
     ((130, 2, 2, 576, 256), "one_expert"),
     ((40, 2, 4, 64, 64), "nothing"),
+    ((6, 1, 2, 4160, 64), "distinct"),
+    ((6, 4, 4, 1088, 64), "distinct"),
 )
 IDS = [f"{size}-{routing}" for size, routing in CASES]
 # What the kernels round, besides the weights' gradients.
@@ -195,3 +197,34 @@ def test_experts_that_end_at_every_border() -> None:
     assert np.count_nonzero(gate_up) == sum(rows) * 2 * 192
     right = emulated.forward(batch), *emulated.backward(batch, weight_dtype=F32)
     compare.assert_results_bitwise(Results(y, *found), Results(*right))
+
+
+def test_the_sign_of_zero_is_that_of_the_tree() -> None:
+    """Products that are rounded to -0, with and without blocks that have no route."""
+    rng = np.random.default_rng(0)
+    experts, hidden = 16, 64
+    every_block = 2 * np.arange(8) + rng.integers(0, 2, (32, 8))
+    some_blocks = rng.integers(0, experts, (32, 8))
+    few_routes = np.where(rng.random((32, 8)) < 0.3, some_blocks, -1)
+    both_of_one = np.where(np.arange(8) < 2, every_block[:, :1] // 2 * 2 + np.arange(8), -1)
+    ids = np.concatenate([every_block, some_blocks, few_routes, both_of_one]).astype(np.int32)
+    batch = cases.oracle(ids, 0, num_experts=experts, hidden=hidden, intermediate=64, dtype=BF16)
+    # h is 1 and o is Wd: the least bf16, or what a weight of 2^-60 brings below the least float32.
+    o = rng.choice([2.0**-133, -(2.0**-133), -(2.0**-100)], (experts, hidden))
+    o[:, ::2] = -(2.0**-100)
+    w_up, w_down = batch.w_up / 32, np.zeros(batch.w_down.shape)
+    w_down[:, 0] = o
+    weights = rng.choice([2.0**-16, 2.0**-16 + 2.0**-39, 2.0**-17, 2.0**-60], ids.shape)
+    weights[::2] = 2.0**-60
+    batch = batch._replace(w_up=w_up, w_down=w_down.astype(BF16), expert_weight=weights.astype(F32))
+    blocks = np.zeros((8, len(ids), hidden), F32)
+    for t, k in np.ndindex(ids.shape):
+        if ids[t, k] >= 0:
+            block = blocks[ids[t, k] // 2, t]
+            block[:] = weights[t, k] * o[ids[t, k]] + block.astype(np.float64)
+    while len(blocks) > 1:
+        blocks = blocks[::2] + blocks[1::2]
+    right = blocks[0].astype(BF16)
+    zeros, negative = right == 0, np.signbit(right.astype(F32))
+    assert (zeros & negative).any() and (zeros & ~negative).any() and not zeros.all()
+    compare.assert_bitwise(emulated.forward(batch), right, "y")

@@ -173,6 +173,7 @@ inline float __uint_as_float(uint32_t bits) { return __builtin_bit_cast(float, b
 inline int __float_as_int(float value) { return __builtin_bit_cast(int, value); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
+inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }
 inline void __nanosleep(unsigned) { emulator::Yield(); }
 
 inline void __syncwarp() { emulator::Gather(0, 0); }

@@ -65,7 +65,8 @@ void Wgmma(uint64_t a, uint64_t b, float (&d)[kAccumulators], bool accumulate) {
 }
 template <typename T, int N>
 void PinRegisters(T (&)[N]) {}
-inline void PinRegister(uint32_t&) {}
+template <typename T>
+void PinRegister(T&) {}
 inline void EndBlock() {}
 
 // Lane l says where row l % 8 of matrix l / 8 goes; of row r a matrix comes from lanes 4 r to 4 r
