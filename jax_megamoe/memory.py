@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_megamoe.config import INT32_MAX, KERNEL_MULTIPLE, TILE_ROWS, Dims
 from jax_megamoe.plan import (
-    GATE_UP_COLS,
+    DGRAD_DOWN_COLS,
     Plan,
     Step,
     backward_steps,
@@ -180,7 +180,7 @@ def backward_results(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) 
         ArraySize("du", (rows, dims.I), _BF16),
         ArraySize("wh", (rows, dims.I), _BF16),
         ArraySize("dx_pool", (rows, dims.H), _BF16),
-        ArraySize("dw_partial", (rows, ceil_div(dims.I, GATE_UP_COLS)), _F32),
+        ArraySize("dw_partial", (rows, ceil_div(dims.I, DGRAD_DOWN_COLS)), _F32),
         ArraySize("counters", (_num_counters(rows) + dims.experts_per_rank,), _I32),
     ]
 

@@ -42,6 +42,7 @@ MAX_STEPS = 4
 # Edges of one output tile, in columns of the step's output. A gate_up tile holds 128 gate columns
 # and the 128 up columns beside them.
 GATE_UP_COLS = 128
+DGRAD_DOWN_COLS = 256
 DOWN_COLS = 256
 
 # Items of one wave: one for each pair of the 132 multiprocessors of an H200. cuda/shared/plan.h
@@ -135,7 +136,7 @@ def forward_steps(dims: Dims) -> tuple[Step, ...]:
 def backward_steps(dims: Dims, *, trainable_experts: bool = True) -> tuple[Step, ...]:
     """The steps of the backward kernel: d(g, u) with w h, then dx, then dWd and dWg, dWu."""
     first = "recompute_gate_up_dgrad_down"
-    tiles_n = ceil_div(dims.I, GATE_UP_COLS)
+    tiles_n = ceil_div(dims.I, DGRAD_DOWN_COLS)
     data = (
         Step(name=first, tiles_m=None, tiles_n=tiles_n, lag=0),
         Step(
@@ -160,7 +161,7 @@ def backward_steps(dims: Dims, *, trainable_experts: bool = True) -> tuple[Step,
         Step(
             name="wgrad_gate_up",
             tiles_m=ceil_div(dims.H, TILE_ROWS),
-            tiles_n=tiles_n,
+            tiles_n=ceil_div(dims.I, GATE_UP_COLS),
             lag=wgrad_lag,
             waits_on=first,
         ),

@@ -62,7 +62,7 @@ ffi::Error ReadWorkspace(ffi::RemainingRets& results, int first, BackwardCall* c
     *pool.place = *data;
   }
   const auto dw_partial =
-      ReadResult<ffi::F32>(results, at++, "dw_partial", P * NumGateUpTiles(call->I));
+      ReadResult<ffi::F32>(results, at++, "dw_partial", P * NumDgradDownTiles(call->I));
   if (dw_partial.has_error()) return dw_partial.error();
   const auto counters = ReadResult<ffi::S32>(
       results, at++, "counters", NumBackwardCounters(P, call->plan.dims.experts_per_rank()));

@@ -33,7 +33,7 @@ CudaStatus MakeWeightMaps(const BackwardCall& c, BackwardMaps* maps) {
       ChunksMap({up.data, experts * c.H, c.I}, 2, &maps->w_up),
       StackedRowsMap(gate, experts, kDownColumns / 2, &maps->w_gate_by_rows),
       StackedRowsMap(up, experts, kDownColumns / 2, &maps->w_up_by_rows),
-      StackedRowsMap(down, experts, kGateUpColumns / 2, &maps->w_down_by_rows),
+      StackedRowsMap(down, experts, kDgradDownColumns / 2, &maps->w_down_by_rows),
   });
 }
 
@@ -67,6 +67,8 @@ CudaStatus RunBackward(cudaStream_t stream, const BackwardCall& c) {
   params.x = static_cast<const uint4*>(c.x);
   params.dy = static_cast<const uint4*>(c.dy);
   params.gate_up = static_cast<const uint4*>(c.gate_up);
+  params.dg = static_cast<uint4*>(c.dg);
+  params.du = static_cast<uint4*>(c.du);
   params.x_pool = static_cast<uint4*>(c.x_pool);
   params.dy_pool = static_cast<uint4*>(c.dy_pool);
   params.dx_pool = static_cast<const uint4*>(c.dx_pool);

@@ -30,7 +30,7 @@ struct BackwardCall : LayerCall {
   void* du;           // [P, I] bf16
   void* wh;           // [P, I] bf16
   void* dx_pool;      // [P, H] bf16
-  float* dw_partial;  // [P, ceil(I / kGateUpColumns)]
+  float* dw_partial;  // [P, ceil(I / kDgradDownColumns)]
 };
 
 int64_t NumBackwardCounters(int64_t pool_rows, int64_t experts);

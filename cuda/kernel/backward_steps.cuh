@@ -2,7 +2,8 @@
 #pragma once
 
 #include "comm/wait.cuh"
-#include "kernel/dgrad_steps.cuh"
+#include "kernel/dgrad_down_step.cuh"
+#include "kernel/dgrad_gate_up_step.cuh"
 #include "kernel/wgrad_steps.cuh"
 #include "pipeline/mutation.cuh"
 #include "shared/backward.h"
@@ -20,7 +21,7 @@ struct BackwardSteps {
   // Registers of a thread: the first warpgroup gives some to the two that multiply.
   static constexpr int kServiceRegisters = 120;
   static constexpr int kMultiplyRegisters = 192;
-  // Accumulators that stayed in place would take the registers in which one step keeps g and u.
+  // Accumulators that stayed in place would take the registers in which one step finishes.
   static constexpr bool kKeepsAccumulators = false;
 
   // Calls f.template operator()<Step>() for the step with the given number.
@@ -62,7 +63,7 @@ struct BackwardSteps {
   }
   // What dx of the row waited for includes its dw. row: -1 for no route here.
   static __device__ __forceinline__ void FinishRoute(const Params& p, int slot, int row) {
-    const int num_tiles = NumGateUpTiles(p);
+    const int num_tiles = NumDgradDownTiles(p);
     const float* partial = p.dw_partial + int64_t{row} * num_tiles;
     float dw = 0;
     if (row >= 0) {

@@ -82,11 +82,30 @@ struct KeepingGateUpStep : PlainGateUpStep {
   static __device__ __forceinline__ void Keep(const ForwardParams& p, const TileItem& item,
                                               int consumer, const RowBits& rows,
                                               const float (&acc)[128]) {
-    StoreGateUp(p.gate_up, p, item, consumer, rows, acc);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* g = acc + 32 * half;
+      KeepPart(p, item, consumer, half,
+               [&](int of_u, int v) { return PackSums(g + 64 * of_u + 8 * v, rows); });
+    }
   }
   static __device__ __forceinline__ void KeepPads(const ForwardParams& p, const TileItem& item,
                                                   int consumer) {
-    StoreNoGateUp(p.gate_up, p, item, consumer);
+    for (int half = 0; half < 2; ++half) {
+      KeepPart(p, item, consumer, half, [](int, int) { return uint4{0, 0, 0, 0}; });
+    }
+  }
+
+ private:
+  // Half of the columns; words(of_u, v): a vector of g or of u.
+  template <typename F>
+  static __device__ __forceinline__ void KeepPart(const ForwardParams& p, const TileItem& item,
+                                                  int consumer, int half, F words) {
+    const int columns = item.n * 2 + half;
+    if (columns * kPartColumns >= p.I) return;
+    uint4* part = KeptGateUp::Part(p.gate_up, p, item.row / kConsumerRows + consumer, columns);
+#pragma unroll
+    for (int v = 0; v < kPartVectors; ++v) KeptGateUp::Store(part, v, words(0, v), words(1, v));
   }
 };
 
@@ -154,8 +173,7 @@ struct ForwardSteps {
   // Registers of a thread: the first warpgroup gives some to the two that multiply.
   static constexpr int kServiceRegisters = 120;
   static constexpr int kMultiplyRegisters = 192;
-  // All products have one shape, and their accumulators stay in place from item to item. That saves
-  // the instructions that clear them.
+  // Accumulators that stay in place from item to item need no instructions that clear them.
   static constexpr bool kKeepsAccumulators = true;
 
   // Calls f.template operator()<Step>() for the step with the given number.

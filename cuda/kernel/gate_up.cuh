@@ -1,9 +1,11 @@
-// g and u that the forward keeps for the backward, rounded to bf16: how they lie in memory.
+// g and u on their way from the product that makes them to the arithmetic that needs them, rounded
+// to bf16: how they lie in memory.
 //
-// For each 64 pool rows and each 64 columns, 16 KB: of every thread of a consumer the words that a
-// product of them leaves it, first those of g, in vectors of 16 bytes; the same vector of all
-// threads lies together. So a warp moves 512 bytes at a time between registers and memory, and
-// neither pass needs shared memory or a barrier for it.
+// They lie in parts of 64 pool rows x 64 columns. Of every thread of a consumer a part holds the
+// words that a product leaves it, in vectors of 16 bytes, and the same vector of a warp lies in
+// whole lines. So a product's threads store them without shared memory and without a barrier, and
+// the finish of another product, in which the thread with the same index needs them, gets a part by
+// one copy into a stage.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +14,19 @@
 #include "pipeline/shared_memory.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "shared/backward.h"
 #include "shared/layer.h"
 
 namespace megamoe {
+
+constexpr int kPartColumns = 64;
+constexpr int kPartVectors = 4;  // of a thread, of g; and as many of u
+static_assert(kPartVectors * kVector * kGroupThreads == kConsumerRows * kPartColumns);
+// In a stage, g before u, the first consumer's before the second's.
+constexpr uint32_t kPartBytes = 2 * ptx::kChunkBytes;
+static_assert(kNumConsumers * kPartBytes <= kStageBytes);
 
 // Of the two rows of a thread, 8 apart: all bits, or none in a pad.
 struct RowBits {
@@ -28,93 +39,103 @@ struct RowBits {
   }
 };
 
-// The 64 rows of a consumer and one half of the columns of a tile of gate and up.
-class GateUpPart {
- public:
-  static constexpr int kHalves = 2;
-  static constexpr int kVectors = 8;  // of a thread: half of g, half of u
-  static constexpr int kHalfVectors = kVectors / 2;
+// Eight sums of a thread. Pads are 0, whatever the sums hold there: then what is stored depends on
+// the arguments alone.
+__device__ __forceinline__ uint4 PackSums(const float* s, const RowBits& rows) {
+  return {ptx::PackBf16(s[0], s[1]) & rows.of[0], ptx::PackBf16(s[2], s[3]) & rows.of[1],
+          ptx::PackBf16(s[4], s[5]) & rows.of[0], ptx::PackBf16(s[6], s[7]) & rows.of[1]};
+}
 
-  __device__ __forceinline__ GateUpPart(const LayerParams& p, const TileItem& item, int consumer,
-                                        int half) {
-    // Worked out here, not kept in registers through all items.
-    uint32_t I = p.I;
-    uint32_t thread = threadIdx.x % kGroupThreads;
-    ptx::PinRegister(I);
-    ptx::PinRegister(thread);
-    const int num_columns = static_cast<int>(I) / kColumns;
-    const int column = item.n * kHalves + half;
-    const int rows = item.row / kConsumerRows + consumer;
-    exists_ = column < num_columns;
-    first_ = (int64_t{rows} * num_columns + column) * (kVectors * kGroupThreads) + thread;
+// The array that the forward keeps for the backward, [P, 2 I]: each part is 16 KB in one piece.
+struct KeptGateUp {
+  static constexpr bool kIsMadeHere = false;
+
+  // rows, columns: which 64 of the pool.
+  template <typename Vector>
+  static __device__ __forceinline__ Vector* Part(Vector* gate_up, const LayerParams& p, int rows,
+                                                 int columns) {
+    const int64_t part = int64_t{rows} * (p.I / kPartColumns) + columns;
+    return gate_up + part * (kPartBytes / sizeof(uint4));
   }
-  // False for the second half of a tile that has only one.
-  __device__ __forceinline__ bool exists() const { return exists_; }
-  // Where vector v of the thread lies.
-  __device__ __forceinline__ int64_t operator[](int v) const { return first_ + v * kGroupThreads; }
+  static __device__ __forceinline__ void Store(uint4* part, int v, uint4 g, uint4 u) {
+    uint4* const to = part + v * kGroupThreads + threadIdx.x % kGroupThreads;
+    ptx::StoreStreaming(to, g);
+    ptx::StoreStreaming(to + kPartVectors * kGroupThreads, u);
+  }
 
- private:
-  static constexpr int kColumns = kGateUpColumns / kHalves;
-  static_assert(kVectors * kGroupThreads * kVector == 2 * kConsumerRows * kColumns);
-
-  bool exists_;
-  int64_t first_;
+  static __device__ __forceinline__ void Load(const BackwardMaps&, const BackwardParams& p,
+                                              int rows, int columns, uint32_t to,
+                                              uint32_t barrier) {
+    ptx::BulkLoad(to, Part(p.gate_up, p, rows, columns), kPartBytes, barrier);
+  }
+  // Where the thread's first vector of g lies in a part in shared memory.
+  static __device__ __forceinline__ uint32_t ThreadBytes() {
+    return threadIdx.x % kGroupThreads * sizeof(uint4);
+  }
 };
 
-// Keeps 64 sums of g and 64 of u a thread. Pads are 0, whatever the sums hold there: then what is
-// kept depends on the arguments alone.
-__device__ __forceinline__ void StoreGateUp(uint4* gate_up, const LayerParams& p,
-                                            const TileItem& item, int consumer, const RowBits& rows,
-                                            const float (&sums)[128]) {
-#pragma unroll
-  for (int half = 0; half < GateUpPart::kHalves; ++half) {
-    const GateUpPart part(p, item, consumer, half);
-    if (!part.exists()) break;
-#pragma unroll
-    for (int v = 0; v < GateUpPart::kVectors; ++v) {
-      const int which = v / GateUpPart::kHalfVectors;  // g or u
-      const float* s = sums + 64 * which + 32 * half + 8 * (v % GateUpPart::kHalfVectors);
-      ptx::StoreStreaming(
-          gate_up + part[v],
-          {ptx::PackBf16(s[0], s[1]) & rows.of[0], ptx::PackBf16(s[2], s[3]) & rows.of[1],
-           ptx::PackBf16(s[4], s[5]) & rows.of[0], ptx::PackBf16(s[6], s[7]) & rows.of[1]});
-    }
-  }
-}
+// Two arrays [P, I], dg and du, in which g and u lie until the item that made them replaces them: a
+// part is 128 bytes of 64 rows of each.
+struct OwnGateUp {
+  static constexpr bool kIsMadeHere = true;
+  static constexpr int kRowThreads = kPartColumns / kVector;  // of a part
 
-// The same where all 64 rows are pads.
-__device__ __forceinline__ void StoreNoGateUp(uint4* gate_up, const LayerParams& p,
-                                              const TileItem& item, int consumer) {
-#pragma unroll
-  for (int half = 0; half < GateUpPart::kHalves; ++half) {
-    const GateUpPart part(p, item, consumer, half);
-    if (!part.exists()) break;
-#pragma unroll
-    for (int v = 0; v < GateUpPart::kVectors; ++v) {
-      ptx::StoreStreaming(gate_up + part[v], uint4{0, 0, 0, 0});
-    }
+  static __device__ __forceinline__ void Store(const BackwardParams& p, int rows, int columns,
+                                               int v, uint4 g, uint4 u) {
+    const int thread = threadIdx.x % kGroupThreads;
+    const int row = rows * kConsumerRows + (v * kGroupThreads + thread) / kRowThreads;
+    const int64_t at =
+        int64_t{row} * (p.I / kVector) + columns * kRowThreads + thread % kRowThreads;
+    p.dg[at] = g;
+    p.du[at] = u;
   }
-}
 
-// words: 32 of g and 32 of u; 0 for columns that do not exist.
-__device__ __forceinline__ void LoadGateUp(const uint4* gate_up, const LayerParams& p,
-                                           const TileItem& item, int consumer,
-                                           uint32_t (&words)[64]) {
-#pragma unroll
-  for (int half = 0; half < GateUpPart::kHalves; ++half) {
-    const GateUpPart part(p, item, consumer, half);
-#pragma unroll
-    for (int v = 0; v < GateUpPart::kVectors; ++v) {
-      const uint4 vector =
-          part.exists() ? ptx::LoadStreaming(gate_up + part[v]) : uint4{0, 0, 0, 0};
-      const int which = v / GateUpPart::kHalfVectors;
-      uint32_t* w = words + 32 * which + 16 * half + 4 * (v % GateUpPart::kHalfVectors);
-      w[0] = vector.x;
-      w[1] = vector.y;
-      w[2] = vector.z;
-      w[3] = vector.w;
+  static __device__ __forceinline__ void Load(const BackwardMaps& maps, const BackwardParams&,
+                                              int rows, int columns, uint32_t to,
+                                              uint32_t barrier) {
+    const int column = columns * kPartColumns;
+    const int row = rows * kConsumerRows;
+    ptx::TmaLoad(to, maps.dg, barrier, column, row, ptx::kEvictNormal);
+    ptx::TmaLoad(to + ptx::kChunkBytes, maps.du, barrier, column, row, ptx::kEvictNormal);
+  }
+  static __device__ __forceinline__ uint32_t ThreadBytes() {
+    const uint32_t thread = threadIdx.x % kGroupThreads;
+    const uint32_t row = thread / kRowThreads;
+    return row * 128 + (thread % kRowThreads ^ row % 8) * sizeof(uint4);
+  }
+};
+
+// Bytes from one vector of a thread to its next, in either.
+constexpr uint32_t kPartVectorBytes = kGroupThreads * sizeof(uint4);
+
+// The g and u of an item's own tile, 64 columns at a time: not multiplied, but loaded into a stage
+// each, behind those of dh, for the finish.
+template <typename Source>
+struct GateUpParts : Source {
+  static constexpr bool kIsMultiplied = false;
+  static constexpr int kParts = kDgradDownColumns / kPartColumns;
+
+  static __device__ __forceinline__ int NumKBlocks(const BackwardParams&, const TileItem&) {
+    return kParts;
+  }
+  // False behind the last column.
+  static __device__ __forceinline__ bool Exists(const BackwardParams& p, const TileItem& item,
+                                                int part) {
+    return (item.n * kParts + part) * kPartColumns < p.I;
+  }
+  static __device__ __forceinline__ uint32_t NumBytes(const BackwardParams& p, const TileItem& item,
+                                                      int part) {
+    return Exists(p, item, part) ? item.num_consumers * kPartBytes : 0;
+  }
+  static __device__ __forceinline__ void Load(const BackwardMaps& maps, const BackwardParams& p,
+                                              const TileItem& item, int part, uint32_t stage,
+                                              uint32_t barrier) {
+    if (!Exists(p, item, part)) return;
+    for (int consumer = 0; consumer < item.num_consumers; ++consumer) {
+      Source::Load(maps, p, item.row / kConsumerRows + consumer, item.n * kParts + part,
+                   stage + consumer * kPartBytes, barrier);
     }
   }
-}
+};
 
 }  // namespace megamoe

@@ -27,6 +27,9 @@ __device__ __forceinline__ void LoadBox(uint32_t stage, const CUtensorMap& map, 
 }
 
 __device__ __forceinline__ int NumGateUpTiles(const LayerParams& p) { return NumGateUpTiles(p.I); }
+__device__ __forceinline__ int NumDgradDownTiles(const LayerParams& p) {
+  return NumDgradDownTiles(p.I);
+}
 __device__ __forceinline__ int NumDownTiles(const LayerParams& p) { return NumDownTiles(p.H); }
 
 // Sixteen columns of a chunk of 64, rounded to bf16.
@@ -49,8 +52,10 @@ __device__ __forceinline__ int ThreadRow() {
 
 // What a step does not do unless it says so.
 struct PlainStep {
-  // Its last product needs g and u, which the forward has kept.
-  static constexpr bool kTakesGateUp = false;
+  // Puts its whole result by Finish, not sixteen columns at a time by PutColumns.
+  static constexpr bool kHasFinish = false;
+  // Stores g and u for its own finish.
+  static constexpr bool kMakesGateUp = false;
 
   // Keeps more than its result: Begin comes before the products, Keep behind them, and KeepPads in
   // a consumer whose half of the tile is all pads.
@@ -82,6 +87,8 @@ struct TokenStep : PlainStep {
 template <ptx::Major kB = ptx::Major::kMN>
 struct TokenProduct {
   static constexpr int kColumns = 256;
+  static constexpr bool kIsMultiplied = true;
+  static constexpr bool kIsMadeHere = false;
   static constexpr bool kIsOfRows = false;
   static constexpr ptx::Major kMajorA = ptx::Major::kK;
   static constexpr ptx::Major kMajorB = kB;

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "comm/wait.cuh"
-#include "kernel/dgrad_steps.cuh"
 #include "kernel/steps.cuh"
 #include "pipeline/mutation.cuh"
 #include "shared/backward.h"
@@ -33,6 +32,8 @@ struct F32Gradients {
 // A^T B over the rows of an expert; a row of either operand is one k.
 struct RowsProduct {
   static constexpr int kColumns = 256;
+  static constexpr bool kIsMultiplied = true;
+  static constexpr bool kIsMadeHere = false;
   static constexpr bool kIsOfRows = true;
   static constexpr ptx::Major kMajorA = ptx::Major::kMN;
   static constexpr ptx::Major kMajorB = ptx::Major::kMN;
@@ -77,7 +78,7 @@ struct WgradStep : PlainStep {
   // All of the expert's dg, du and w h, and with them its x and dy.
   static __device__ __forceinline__ Flag Input(const BackwardParams& p, const TileItem& item) {
     const int tiles = (item.depth + kTileRows - 1) / kTileRows;
-    return {p.expert_done + item.expert, static_cast<uint32_t>(tiles * NumGateUpTiles(p)),
+    return {p.expert_done + item.expert, static_cast<uint32_t>(tiles * NumDgradDownTiles(p)),
             Phase::kDgradDown};
   }
 };

@@ -10,6 +10,7 @@
 //   staging_empty  store (1)                  the chunk has been read by its TMA store
 //   piece_full     dispatch (1, with the bytes)           the piece of a row is there
 //   batch_full     combine (1, with the bytes)            the rows of a batch are there
+//   gate_up_made   multiply (8: each warp)    g and u of the item are in memory
 //   products_end   multiply (8: each warp)    no product of the block is left to do
 #pragma once
 
@@ -96,6 +97,7 @@ struct SharedMemory {
   uint64_t item_empty[kItemSlots];
   uint64_t staging_full[kNumConsumers][kStagingBuffers];
   uint64_t staging_empty[kNumConsumers][kStagingBuffers];
+  uint64_t gate_up_made[1];
   uint64_t products_end[1];
 };
 static_assert(sizeof(SharedMemory) <= 232448, "a block has 227 KB");
@@ -120,6 +122,7 @@ __device__ inline void InitBarriers(SharedMemory& shared) {
   init(shared.batch_full, 1);
   init(shared.staging_full, 4);
   init(shared.staging_empty, 1);
+  init(shared.gate_up_made, kConsumerWarps);
   init(shared.products_end, kConsumerWarps);
   ptx::FenceBarrierInit();
 }

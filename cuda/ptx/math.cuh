@@ -23,5 +23,11 @@ __device__ __forceinline__ float Exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
   return power;
 }
+// Within 1 unit of the last place; 0 for infinity.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
+}
 
 }  // namespace megamoe::ptx

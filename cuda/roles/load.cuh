@@ -2,7 +2,8 @@
 //
 // reads      the plan's items; the operands of each item's products (TMA)
 // writes     items and stages in shared memory, of both blocks of the pair
-// waits on   item_empty, item_full, stage_empty; Step::Input of the item: items that were claimed
+// waits on   item_empty, item_full, stage_empty, gate_up_made; Step::Input of the item: items that
+// were claimed
 //            earlier, or rows that dispatch warps copy without waiting for anybody
 // signals    item_full, item_empty, stage_full
 // threads    one warp of each block, all lanes converged; one lane issues. The first block's warp
@@ -139,14 +140,26 @@ class LoadRole {
   __device__ __forceinline__ void LoadBlocks(const TileItem& item, int from, int to, int* before) {
     const int num_k_blocks = Product::NumKBlocks(p_, item);
     const int end = min(to - *before, num_k_blocks);
+    if constexpr (Product::kIsMadeHere) {
+      if (from <= *before && *before < to) {
+        ptx::BarrierWait(AddressOf(shared_.gate_up_made, 0), made_.parity());
+        made_.Advance();
+      }
+    }
 #pragma unroll 1
     for (int k = max(from - *before, 0); k < end; ++k) {
       const uint32_t barrier = AddressOf(shared_.stage_full, stage_.index());
       Delay(DelaySite::kLoad, item.row * 64 + k);
       ptx::BarrierWait(AddressOf(shared_.stage_empty, stage_.index()), stage_.parity() ^ 1);
       if (ptx::ElectOne()) {
-        ptx::BarrierArriveExpect(barrier, kStageABytes + kBytesB<Product>);
-        LoadStage<Product>(item, k, AddressOf(shared_.stages, stage_.index()), barrier);
+        const uint32_t stage = AddressOf(shared_.stages, stage_.index());
+        if constexpr (Product::kIsMultiplied) {
+          ptx::BarrierArriveExpect(barrier, kStageABytes + kBytesB<Product>);
+          LoadStage<Product>(item, k, stage, barrier);
+        } else {
+          ptx::BarrierArriveExpect(barrier, Product::NumBytes(p_, item, k));
+          Product::Load(maps_, p_, item, k, stage, barrier);
+        }
       }
       __syncwarp();
       stage_.Advance();
@@ -180,6 +193,7 @@ class LoadRole {
   ItemQueue<Steps> queue_;
   RingPosition<kNumStages> stage_;
   RingPosition<kItemSlots> slot_;  // of the next item
+  RingPosition<1> made_;
 };
 
 }  // namespace megamoe

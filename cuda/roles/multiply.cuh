@@ -3,7 +3,7 @@
 // reads      stages in shared memory
 // writes     the finished tile, in chunks of 64 rows x 128 bytes, to the staging buffers
 // waits on   item_full, stage_full; staging_empty, which the store warp releases
-// signals    item_empty, stage_empty, staging_full
+// signals    item_empty, stage_empty, staging_full, gate_up_made
 // threads    two warpgroups, 64 rows of the tile each
 #pragma once
 
@@ -35,10 +35,17 @@ class MultiplyRole {
         const TraceScope trace(p_.trace, Step::kPart, is_recorder);
         Delay(DelaySite::kMultiply, item.row * 64 + item.n);
         if (consumer_ >= item.num_consumers) {
+          if constexpr (Step::kMakesGateUp) SayMade();
           Skip(Step::Products::NumKBlocks(p_, item));
           if (item.num_consumers > 0) Step::KeepPads(p_, item, consumer_);
+        } else if constexpr (Step::kHasFinish) {
+          MultiplyAndFinish<Step>(typename Step::Before(), item);
+        } else if constexpr (Steps::kKeepsAccumulators) {
+          MultiplyAndPut<Step>(typename Step::Products(), acc_, item);
         } else {
-          MultiplyAndFinish<Step>(typename Step::Products(), item);
+          float acc[128];
+          Clear(acc);
+          MultiplyAndPut<Step>(typename Step::Products(), acc, item);
         }
       });
     });
@@ -50,10 +57,9 @@ class MultiplyRole {
   __device__ __forceinline__ bool IsThread0() const { return threadIdx.x % kGroupThreads == 0; }
 
   // What no instruction has written stays alive across all items: a product seems to add to it.
-  template <int kAccumulators>
-  static __device__ __forceinline__ void Clear(float (&acc)[kAccumulators]) {
+  static __device__ __forceinline__ void Clear(float (&acc)[128]) {
 #pragma unroll
-    for (int i = 0; i < kAccumulators; ++i) acc[i] = 0;
+    for (float& sum : acc) sum = 0;
   }
 
   // Tells both blocks of the pair, a lane each: either may copy into the stage of both.
@@ -68,21 +74,10 @@ class MultiplyRole {
     for (int k = 0; k < num_k_blocks; ++k) ReleaseStage(WaitForStage());
   }
 
+  // A step with one product, whose sums it rounds and stores.
   template <typename Step, typename Product>
-  __device__ __forceinline__ void MultiplyAndFinish(ProductList<Product>, const TileItem& item) {
-    if constexpr (Step::kTakesGateUp) {
-      MultiplyAndFinishGateUp<Step, Product>(item);
-    } else if constexpr (Steps::kKeepsAccumulators) {
-      MultiplyAndFinish<Step, Product>(acc_, item);
-    } else {
-      float acc[128];
-      Clear(acc);
-      MultiplyAndFinish<Step, Product>(acc, item);
-    }
-  }
-
-  template <typename Step, typename Product>
-  __device__ __forceinline__ void MultiplyAndFinish(float (&acc)[128], const TileItem& item) {
+  __device__ __forceinline__ void MultiplyAndPut(ProductList<Product>, float (&acc)[128],
+                                                 const TileItem& item) {
     const auto begun = Step::Begin(p_, item, consumer_);
     Multiply<Product>(acc, item);
     Step::Keep(p_, item, consumer_, begun, acc);
@@ -95,45 +90,57 @@ class MultiplyRole {
     }
   }
 
-  // Two products, of which the first leaves its result packed as bf16 for the arithmetic that
-  // finishes the second.
-  template <typename Step, typename First, typename Second>
-  __device__ __forceinline__ void MultiplyAndFinish(ProductList<First, Second>,
-                                                    const TileItem& item) {
-    // What the step reads of each row, a memory latency ahead of its use.
-    auto rows = Step::ReadRows(p_, item, consumer_);
-    uint32_t first[64];
-    {
-      float acc[128];
-      Clear(acc);
-      Multiply<First>(acc, item);
-#pragma unroll
-      for (int i = 0; i < 64; ++i) first[i] = ptx::PackBf16(acc[2 * i], acc[2 * i + 1]);
-      ptx::PinRegisters(first);
-    }
-    rows.ReadMore(p_);
-    float acc[64];
+  // A step that finishes its result with what products before it have left, or another kernel.
+  template <typename Step, typename... Before>
+  __device__ __forceinline__ void MultiplyAndFinish(ProductList<Before...>, const TileItem& item) {
+    using Result = typename Step::Result;
+    auto begun = Step::Begin(p_, item, consumer_);
+    (MultiplyAndKeep<Step, Before>(item), ...);
+    float acc[128];
     Clear(acc);
-    Multiply<Second>(acc, item);
-    Step::Finish(p_, item, rows, first, acc, staging_);
+    const int read_more_at = min(kReadMoreAt, Result::NumKBlocks(p_, item) - 1);
+    Multiply<Result>(acc, item, [&](int k) {
+      if (k != read_more_at) return;
+      begun.ReadMore(p_);
+      if constexpr (Step::kMakesGateUp) SayMade();
+    });
+    Step::Finish(p_, item, consumer_, begun, acc, staging_, Stages(*this));
+  }
+  static constexpr int kReadMoreAt = 2;  // K-blocks, by which what Begin reads has come
+
+  template <typename Step, typename Product>
+  __device__ __forceinline__ void MultiplyAndKeep(const TileItem& item) {
+    if (Product::NumKBlocks(p_, item) == 0) return;
+    float acc[128];
+    Clear(acc);
+    Multiply<Product>(acc, item);
+    Step::Keep(Product(), p_, item, consumer_, acc);
   }
 
-  // As the two products, of which memory has what the first one would leave. Whatever takes time
-  // begins before the product or while it runs.
-  template <typename Step, typename Product>
-  __device__ __forceinline__ void MultiplyAndFinishGateUp(const TileItem& item) {
-    auto rows = Step::ReadRows(p_, item, consumer_);
-    uint32_t gate_up[64];
-    Step::TakeGateUp(p_, item, consumer_, gate_up);
-    const int read_more_at = min(kReadMoreAt, Product::NumKBlocks(p_, item) - 1);
-    float acc[64];
-    Clear(acc);
-    Multiply<Product>(acc, item, [&](int k) {
-      if (k == read_more_at) rows.ReadMore(p_);
-    });
-    Step::Finish(p_, item, rows, gate_up, acc, staging_);
+  // What this warp has kept may be copied.
+  __device__ __forceinline__ void SayMade() {
+    ptx::FenceAsyncGlobal();
+    __syncwarp();
+    if (ptx::ElectOne()) ptx::BarrierArrive(AddressOf(shared_.gate_up_made, 0));
   }
-  static constexpr int kReadMoreAt = 2;  // K-blocks, by which what ReadRows reads has come
+
+  // The stages that a finish reads.
+  class Stages {
+   public:
+    __device__ __forceinline__ explicit Stages(MultiplyRole& role) : role_(role) {}
+    __device__ __forceinline__ uint32_t Next() {
+      stage_ = role_.WaitForStage();
+      return AddressOf(role_.shared_.stages, stage_);
+    }
+    __device__ __forceinline__ void Release() {
+      __syncwarp();
+      role_.ReleaseStage(stage_);
+    }
+
+   private:
+    MultiplyRole& role_;
+    uint32_t stage_ = 0;
+  };
 
   struct Nothing {
     __device__ __forceinline__ void operator()(int) const {}

@@ -17,6 +17,8 @@ struct BackwardParams : LayerParams {
   const uint4* x;         // [T, H] bf16
   const uint4* dy;        // [T, H] bf16
   const uint4* gate_up;   // [P, 2 I] bf16, of the forward; null: g and u are computed again
+  uint4* dg;              // [P, I] bf16; until an item's dg and du are stored, its g and u
+  uint4* du;              // [P, I] bf16
   uint4* x_pool;          // [P, H] bf16: x of each row; 0 in the pads of its last 64 rows
   uint4* dy_pool;         // [P, H] bf16: dy likewise
   const uint4* dx_pool;   // [P, H] bf16: dx of each row
@@ -37,7 +39,7 @@ struct BackwardMaps {
   CUtensorMap w_up;            // likewise
   CUtensorMap w_gate_by_rows;  // [E/R, H, I], 128 rows a box
   CUtensorMap w_up_by_rows;    // likewise
-  CUtensorMap w_down_by_rows;  // [E/R, I, H], 64 rows a box
+  CUtensorMap w_down_by_rows;  // [E/R, I, H], 128 rows a box
   CUtensorMap dw_gate;  // [E/R H, I]; like the next two in the dtype of the gradients, 64 rows
   CUtensorMap dw_up;    // [E/R H, I]
   CUtensorMap dw_down;  // [E/R I, H]

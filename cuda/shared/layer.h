@@ -17,10 +17,14 @@ namespace megamoe {
 // 128 of up, which is one 256-column product.
 constexpr int kGateUpColumns = 128;
 constexpr int kDownColumns = 256;
+constexpr int kDgradDownColumns = 2 * kGateUpColumns;
 
 // Output tiles side by side, of a matrix with I columns and of one with H.
 MEGAMOE_HOST_DEVICE constexpr int NumGateUpTiles(int I) {
   return (I + kGateUpColumns - 1) / kGateUpColumns;
+}
+MEGAMOE_HOST_DEVICE constexpr int NumDgradDownTiles(int I) {
+  return (I + kDgradDownColumns - 1) / kDgradDownColumns;
 }
 MEGAMOE_HOST_DEVICE constexpr int NumDownTiles(int H) {
   return (H + kDownColumns - 1) / kDownColumns;

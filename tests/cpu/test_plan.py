@@ -122,8 +122,8 @@ def test_waves_come_lag_waves_behind_what_they_wait_on(lag: int, order: str) -> 
 
 
 def test_lags_in_waves_of_the_first_step() -> None:
-    """dX comes 1 wave behind, dW 16 experts more: 16 * 24 and 16 * 48 items at 8 M-tiles each."""
-    for hidden, intermediate, wgrad_lag in ((2048, 768, 1 + 6), (4096, 1536, 1 + 12)):
+    """dX comes 1 wave behind, dW 16 experts more: 16 * 12 and 16 * 24 items at 8 M-tiles each."""
+    for hidden, intermediate, wgrad_lag in ((2048, 768, 1 + 3), (4096, 1536, 1 + 6)):
         dims = Dims(T=16384, K=8, E=128, R=1, H=hidden, I=intermediate)
         assert [step.lag for step in forward_steps(dims)] == [0, 1]
         assert [step.lag for step in backward_steps(dims)] == [0, 1, wgrad_lag, wgrad_lag]

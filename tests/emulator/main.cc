@@ -117,7 +117,7 @@ megamoe::CudaStatus Backward(FILE* file, const Header& h, const LayerCall& layer
   megamoe::BackwardCall call = {};
   static_cast<LayerCall&>(call) = layer;
   const int64_t weights = int64_t{h.E} * h.H * h.I;
-  const int64_t tiles_n = (h.I + megamoe::kGateUpColumns - 1) / megamoe::kGateUpColumns;
+  const int64_t tiles_n = megamoe::NumDgradDownTiles(h.I);
   call.x = ReadBf16(file, int64_t{h.T} * h.H);
   call.w_gate = ReadBf16(file, weights);
   call.w_up = ReadBf16(file, weights);

@@ -1,4 +1,4 @@
-// The steps of the backward over pool rows: the gradients of gate and up, then those of x.
+// The first step of the backward, over pool rows: the gradients of gate and up.
 #pragma once
 
 #include <type_traits>
@@ -12,11 +12,14 @@
 
 namespace megamoe {
 
-// x [Wg | Wu], as in the forward.
+// x [Wg | Wu], as in the forward: of 128 columns of each, the first or the second of an item.
+template <int kHalf>
 struct RecomputeProduct : TokenProduct<> {
-  static __device__ __forceinline__ int NumKBlocks(const BackwardParams& p, const TileItem&) {
-    return p.H / kBlockK;
+  static __device__ __forceinline__ int NumKBlocks(const BackwardParams& p, const TileItem& item) {
+    return Tile(item) < NumGateUpTiles(p) ? p.H / kBlockK : 0;
   }
+  static __device__ __forceinline__ int Tile(const TileItem& item) { return 2 * item.n + kHalf; }
+
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadRows(const BackwardMaps& maps, const BackwardParams&,
                                                   const TileItem& item, int half, int k,
@@ -32,14 +35,12 @@ struct RecomputeProduct : TokenProduct<> {
                                                      uint32_t barrier) {
     const CUtensorMap& map = half == 0 ? maps.w_gate : maps.w_up;
     LoadBox<kForBoth>(to, map, barrier, ptx::kEvictLast, 0, item.expert * p.H + k * kBlockK,
-                      item.n * 2);
+                      Tile(item) * 2);
   }
 };
 
 // dh = dy Wd^T: the rows of Wd are the columns of dh.
 struct DgradDownProduct : TokenProduct<ptx::Major::kK> {
-  static constexpr int kColumns = kGateUpColumns;
-
   static __device__ __forceinline__ int NumKBlocks(const BackwardParams& p, const TileItem&) {
     return p.H / kBlockK;
   }
@@ -56,26 +57,33 @@ struct DgradDownProduct : TokenProduct<ptx::Major::kK> {
                                                      int half, int k, uint32_t to,
                                                      uint32_t barrier) {
     LoadBox<kForBoth>(to, maps.w_down_by_rows, barrier, ptx::kEvictLast, k * kBlockK,
-                      item.n * kGateUpColumns + half * 64,
+                      item.n * kDgradDownColumns + half * 128,
                       item.expert + HasFault(SeededFault::kWeightsOfNextExpert));
   }
 };
 
-// d(g, u) = w dh (silu'(g) u, silu(g)), w h and the tile's share of dw = <h, dh>: 128 rows x 128
-// columns of each. g and u are computed again and rounded to bf16, or taken from what the forward
-// has kept, which are the same bits.
+// d(g, u) = w dh (silu'(g) u, silu(g)), w h and the tile's share of dw = <h, dh>: 128 rows x 256
+// columns of each. g and u are what the forward has kept, or computed again, 128 columns of both at
+// a time, and rounded to the same bits. They do not fit into the registers beside dh.
 template <bool kKeptGateUp>
 struct DgradDownStep : TokenStep {
-  using Products = std::conditional_t<kKeptGateUp, ProductList<DgradDownProduct>,
-                                      ProductList<RecomputeProduct, DgradDownProduct>>;
-  static constexpr bool kTakesGateUp = kKeptGateUp;
+  using Parts = GateUpParts<std::conditional_t<kKeptGateUp, KeptGateUp, OwnGateUp>>;
+  // What comes before dh, each of which Keep takes.
+  using Before = std::conditional_t<kKeptGateUp, ProductList<>,
+                                    ProductList<RecomputeProduct<0>, RecomputeProduct<1>>>;
+  using Result = DgradDownProduct;
+  using Products =
+      std::conditional_t<kKeptGateUp, ProductList<DgradDownProduct, Parts>,
+                         ProductList<RecomputeProduct<0>, RecomputeProduct<1>, Result, Parts>>;
+  static constexpr bool kHasFinish = true;
+  static constexpr bool kMakesGateUp = !kKeptGateUp;
   static constexpr int kStep = 0;
   static constexpr Part kPart = kDgradDown;
-  // 64 columns of dg, w h and du, then the other 64.
-  static constexpr int kOutChunks = 6;
+  // 64 columns of dg, of w h and of du, then the next 64.
+  static constexpr int kOutChunks = 3 * Parts::kParts;
 
   static __device__ __forceinline__ int NumColumnTiles(const BackwardParams& p) {
-    return NumGateUpTiles(p);
+    return NumDgradDownTiles(p);
   }
   // All rows of the tile, pads included.
   static __device__ __forceinline__ Flag Input(const BackwardParams& p, const TileItem& item) {
@@ -110,60 +118,84 @@ struct DgradDownStep : TokenStep {
       return slot[i] >= 0 ? ~0u : 0u;
     }
   };
-  static __device__ __forceinline__ Rows ReadRows(const BackwardParams& p, const TileItem& item,
-                                                  int consumer) {
+  static __device__ __forceinline__ Rows Begin(const BackwardParams& p, const TileItem& item,
+                                               int consumer) {
     const int row = item.row + consumer * kConsumerRows + ThreadRow();
     return {row, {p.plan.row_slot[row], p.plan.row_slot[row + 8]}, {0, 0}};
   }
 
-  static __device__ __forceinline__ void TakeGateUp(const BackwardParams& p, const TileItem& item,
-                                                    int consumer, uint32_t (&gu)[64]) {
-    LoadGateUp(p.gate_up, p, item, consumer, gu);
+  // 128 columns of g and of u.
+  template <int kHalf>
+  static __device__ __forceinline__ void Keep(RecomputeProduct<kHalf>, const BackwardParams& p,
+                                              const TileItem& item, int consumer,
+                                              const float (&acc)[128]) {
+    constexpr RowBits kAll = {{~0u, ~0u}};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int part = 2 * kHalf + i;
+      if (!Parts::Exists(p, item, part)) return;
+#pragma unroll
+      for (int v = 0; v < kPartVectors; ++v) {
+        const float* g = acc + 32 * i + 8 * v;
+        Parts::Store(p, item.row / kConsumerRows + consumer, item.n * Parts::kParts + part, v,
+                     PackSums(g, kAll), PackSums(g + 64, kAll));
+      }
+    }
   }
 
-  // gu: packed, 32 words of g and 32 of u, which du replaces. dh is left undefined.
+  // stages.Next(): the address of the next stage, when it is full; stages.Release() gives it back.
+  template <typename Stages>
   static __device__ __forceinline__ void Finish(const BackwardParams& p, const TileItem& item,
-                                                const Rows& rows, uint32_t (&gu)[64],
-                                                float (&dh)[64], Staging& staging) {
+                                                int consumer, const Rows& rows,
+                                                const float (&dh)[128], Staging& staging,
+                                                Stages stages) {
     float dw[2] = {0, 0};
     const uint32_t mask[2] = {rows.Mask(0), rows.Mask(1)};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int chunk = 3 * half;
-      uint32_t wh[4][4];
+    for (int part = 0; part < Parts::kParts; ++part) {
+      const int chunk = 3 * part;
+      const bool exists = Parts::Exists(p, item, part);
+      const uint32_t gate_up = stages.Next() + consumer * kPartBytes + Parts::ThreadBytes();
+      uint32_t wh[4][4], du[4][4];
       staging.Open(chunk);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
+        uint4 g = {0, 0, 0, 0}, u = {0, 0, 0, 0};
+        if (exists) {
+          g = ptx::LoadShared(gate_up + c * kPartVectorBytes);
+          u = ptx::LoadShared(gate_up + c * kPartVectorBytes + ptx::kChunkBytes);
+        }
+        const uint32_t gs[4] = {g.x, g.y, g.z, g.w};
+        const uint32_t us[4] = {u.x, u.y, u.z, u.w};
         uint32_t dg[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int word = 16 * half + 4 * c + i;
+          const int j = 32 * part + 8 * c + 2 * i;
           const int r = i % 2;
           const float w = rows.weight[r];
-          const Gradient low = GradientOf(ptx::LowBf16(gu[word]), ptx::LowBf16(gu[32 + word]), w,
-                                          dh[2 * word], dw[r]);
-          const Gradient high = GradientOf(ptx::HighBf16(gu[word]), ptx::HighBf16(gu[32 + word]), w,
-                                           dh[2 * word + 1], dw[r]);
+          const Gradient low =
+              GradientOf(ptx::LowBf16(gs[i]), ptx::LowBf16(us[i]), w, dh[j], dw[r]);
+          const Gradient high =
+              GradientOf(ptx::HighBf16(gs[i]), ptx::HighBf16(us[i]), w, dh[j + 1], dw[r]);
           dg[i] = ptx::PackBf16(low.dg, high.dg) & mask[r];
-          gu[32 + word] = ptx::PackBf16(low.du, high.du) & mask[r];
+          du[c][i] = ptx::PackBf16(low.du, high.du) & mask[r];
           wh[c][i] = ptx::PackBf16(low.wh, high.wh) & mask[r];
         }
         staging.Put(chunk, c, dg);
-        ptx::EndBlock();  // one group at a time: more do not fit into the registers
+        // One group at a time, then two: more do not fit into the registers.
+        if (part == 0 || c == 1) ptx::EndBlock();
       }
+      stages.Release();
       staging.Close(chunk);
       // Before the last buffer is handed over: the store warp publishes the tile behind it.
-      if (half == 1) WriteDw(p, item, rows.row, dw);
+      if (part + 1 == Parts::kParts) WriteDw(p, item, rows.row, dw);
       staging.Open(chunk + 1);
 #pragma unroll
       for (int c = 0; c < 4; ++c) staging.Put(chunk + 1, c, wh[c]);
       staging.Close(chunk + 1);
       staging.Open(chunk + 2);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int word = 32 + 16 * half + 4 * c;
-        staging.Put(chunk + 2, c, {gu[word], gu[word + 1], gu[word + 2], gu[word + 3]});
-      }
+      for (int c = 0; c < 4; ++c) staging.Put(chunk + 2, c, du[c]);
       staging.Close(chunk + 2);
     }
   }
@@ -173,7 +205,7 @@ struct DgradDownStep : TokenStep {
                                                     uint32_t staging) {
     const int which = chunk % 3;
     const CUtensorMap& map = which == 0 ? maps.dg : which == 1 ? maps.wh : maps.du;
-    ptx::TmaStore(map, staging, item.n * kGateUpColumns + chunk / 3 * 64,
+    ptx::TmaStore(map, staging, item.n * kDgradDownColumns + chunk / 3 * kPartColumns,
                   item.row + consumer * kConsumerRows);
   }
 
@@ -200,68 +232,9 @@ struct DgradDownStep : TokenStep {
       dw[i] += __shfl_xor_sync(kAllLanes, dw[i], 1);
       dw[i] += __shfl_xor_sync(kAllLanes, dw[i], 2);
       if (threadIdx.x % 4 == 0) {
-        p.dw_partial[int64_t{row + 8 * i} * NumGateUpTiles(p) + item.n] = dw[i];
+        p.dw_partial[int64_t{row + 8 * i} * NumDgradDownTiles(p) + item.n] = dw[i];
       }
     }
-  }
-};
-
-// dg Wg^T + du Wu^T: first the K-blocks of gate, then those of up. The rows of a weight are the
-// columns of dx.
-struct DgradGateUpProduct : TokenProduct<ptx::Major::kK> {
-  static __device__ __forceinline__ int NumKBlocks(const BackwardParams& p, const TileItem&) {
-    return 2 * (p.I / kBlockK);
-  }
-  template <bool kForBoth>
-  static __device__ __forceinline__ void LoadRows(const BackwardMaps& maps, const BackwardParams& p,
-                                                  const TileItem& item, int half, int k,
-                                                  uint32_t to, uint32_t barrier) {
-    const int of_up = k - p.I / kBlockK;
-    const CUtensorMap& map = of_up < 0 ? maps.dg : maps.du;
-    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictNormal, (of_up < 0 ? k : of_up) * kBlockK,
-                      item.row + half * kConsumerRows);
-  }
-  template <bool kForBoth>
-  static __device__ __forceinline__ void LoadColumns(const BackwardMaps& maps,
-                                                     const BackwardParams& p, const TileItem& item,
-                                                     int half, int k, uint32_t to,
-                                                     uint32_t barrier) {
-    const int of_up = k - p.I / kBlockK;
-    const bool is_gate = (of_up < 0) != HasFault(SeededFault::kGateAndUpSwapped);
-    const CUtensorMap& map = is_gate ? maps.w_gate_by_rows : maps.w_up_by_rows;
-    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictLast, (of_up < 0 ? k : of_up) * kBlockK,
-                      item.n * kDownColumns + half * 128, item.expert);
-  }
-};
-
-// dx of each row: 128 rows x 256 columns.
-struct DgradGateUpStep : TokenStep {
-  using Products = ProductList<DgradGateUpProduct>;
-  static constexpr int kStep = 1;
-  static constexpr Part kPart = kDgradGateUp;
-  static constexpr int kOutChunks = kDownColumns / 64;
-
-  static __device__ __forceinline__ int NumColumnTiles(const BackwardParams& p) {
-    return NumDownTiles(p);
-  }
-  // All columns of the tile's dg and du.
-  static __device__ __forceinline__ Flag Input(const BackwardParams& p, const TileItem& item) {
-    return {p.dz_done + item.row / kTileRows, static_cast<uint32_t>(NumGateUpTiles(p)),
-            Phase::kDgradDown};
-  }
-  static __device__ __forceinline__ void Publish(const BackwardParams& p, const TileItem& item) {
-    ptx::AddRelease(p.dx_done + item.row / kTileRows, 1);
-  }
-
-  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
-                                                    int chunk, int c) {
-    PutRounded(staging, acc, chunk, c);
-  }
-  static __device__ __forceinline__ void StoreChunk(const BackwardMaps& maps, const BackwardParams&,
-                                                    const TileItem& item, int consumer, int chunk,
-                                                    uint32_t staging) {
-    ptx::TmaStore(maps.dx, staging, item.n * kDownColumns + chunk * 64,
-                  item.row + consumer * kConsumerRows);
   }
 };
 
