@@ -105,7 +105,7 @@ class _Worker:
     """A process that answers lines, and the thread that reads what it prints."""
 
     def __init__(self, start: Start) -> None:
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")
         self._process = start(self._errors)
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
