@@ -49,10 +49,12 @@ def operands(batch: Batch) -> list[Any]:
     return [jnp.asarray(a) for a in batch[:6]]
 
 
+@functools.lru_cache(maxsize=4)
 def random_batch(size: tuple[int, ...], routing: str, seed: int = 0) -> Batch:
+    """Drawn once for the tests that use it in a row, so its arrays are read-only."""
     tokens, choices, experts, hidden, intermediate = size
     ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
-    return cases.normal(
+    batch = cases.normal(
         ids,
         num_experts=experts,
         hidden=hidden,
@@ -60,6 +62,9 @@ def random_batch(size: tuple[int, ...], routing: str, seed: int = 0) -> Batch:
         seed=seed,
         dtype=BF16,
     )
+    for a in batch:
+        a.flags.writeable = False
+    return batch
 
 
 def poison_free_memory() -> None:

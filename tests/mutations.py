@@ -27,17 +27,23 @@ def _read() -> list[Fault]:
 
 
 FAULTS = _read()
+NO_FAULT = Fault(0, "no fault", "none", "nothing is wrong")
 # Those that show in whatever order things happen.
 SEMANTIC = [fault for fault in FAULTS if fault.kind != ORDERING]
 
 
+def error_of(check: Callable[[], None]) -> str:
+    """What a check fails with; "" when it passes."""
+    try:
+        check()
+    except (AssertionError, jax.errors.JaxRuntimeError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
 def failing(checks: Mapping[str, Callable[[], None]]) -> Iterable[str]:
     """The names of the checks that fail; each is run when its turn comes."""
-    for name, check in checks.items():
-        try:
-            check()
-        except (AssertionError, jax.errors.JaxRuntimeError):
-            yield name
+    return (name for name, check in checks.items() if error_of(check))
 
 
 def table(caught: Mapping[Fault, str]) -> str:

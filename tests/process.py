@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,14 +29,30 @@ def run_on_gpu(
 
     under: a command that runs it, such as a checker with its options.
     """
-    env = {
+    return _run([*under, sys.executable, *arguments], _gpu_environment(environment), timeout_s)
+
+
+def start_on_gpu(*arguments: str, stderr: IO[str], **environment: str) -> subprocess.Popen[str]:
+    """Starts Python as `run_on_gpu` runs it, with pipes to its input and from its output."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=_gpu_environment(environment),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+    )
+
+
+def _gpu_environment(environment: dict[str, str]) -> dict[str, str]:
+    return {
         **os.environ,
         "JAX_PLATFORMS": "cuda,cpu",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONPATH": str(ROOT),
         **environment,
     }
-    return _run([*under, sys.executable, *arguments], env, timeout_s)
 
 
 def _run(

@@ -1,5 +1,6 @@
 """The fused backward on one GPU: exact, as precise as an unfused path, and the same every time."""
 
+import functools
 from typing import Any
 
 import jax
@@ -94,16 +95,30 @@ def test_sums_are_float32(of: str) -> None:
     assert_exact(found, cases.oracle_results(batch))
 
 
+@functools.lru_cache(maxsize=1)
+def one_expert_a_token(gate: int) -> tuple[Batch, Results, np.ndarray]:
+    """A batch, its right values, and each expert's errors of the unfused path."""
+    batch = with_gate(random_batch((4096, 1, 16, 512, 256), "distinct"), gate)
+    right, expert = cases.dense(batch), batch.expert_idx[:, 0]
+    found = unfused_bf16(*jax.device_put(tuple(batch)))
+    return batch, right, errors_by_expert(found, right, expert)
+
+
+@functools.lru_cache(maxsize=1)
+def many_choices() -> tuple[Batch, Results]:
+    """A batch and its right values."""
+    batch = random_batch(SIZES[5], "distinct")
+    return batch, cases.dense(batch)
+
+
 @pytest.mark.parametrize("gate", [0, 4, -4, -6])
 def test_error_of_every_expert_is_that_of_an_unfused_path(gate: int) -> None:
     """One expert a token, so that a token's error is its expert's.
 
     gate: the mean of the gates. silu' of negative ones is small, but as precise as of others.
     """
-    batch = with_gate(random_batch((4096, 1, 16, 512, 256), "distinct"), gate)
-    right, expert = cases.dense(batch), batch.expert_idx[:, 0]
-    ours = errors_by_expert(gradients(batch), right, expert)
-    theirs = errors_by_expert(unfused_bf16(*map(jnp.asarray, batch)), right, expert)
+    batch, right, theirs = one_expert_a_token(gate)
+    ours = errors_by_expert(gradients(batch), right, batch.expert_idx[:, 0])
     worst = np.unravel_index(np.argmax(ours / theirs), ours.shape)
     assert ours[worst] <= 1.05 * theirs[worst], (
         f"{NAMES[worst[0]]} of expert {worst[1]}: {ours[worst]} against {theirs[worst]}"
@@ -112,9 +127,8 @@ def test_error_of_every_expert_is_that_of_an_unfused_path(gate: int) -> None:
 
 def test_error_with_many_choices() -> None:
     """Every token and expert against float64, where sums have several terms."""
-    batch = random_batch(SIZES[5], "distinct")
+    batch, right = many_choices()
     found = gradients(batch)
-    right = cases.dense(batch)
     results = Results(np.zeros_like(right.y), *found)
     compare.assert_within(results, right._replace(y=np.zeros_like(right.y)), 1.5e-2)
 
@@ -140,7 +154,7 @@ def test_float32_gradients_are_the_sums_themselves(size: tuple[int, ...]) -> Non
     dx_float, dw_float, *sums = launched(*operands(batch, F32), dims=dims_of(batch))
     assert_same((dx_float, dw_float), (dx, dw))
     for name, a, b in zip(NAMES[2:], sums, rounded, strict=True):
-        compare.assert_bitwise(a.astype(BF16), b, name)
+        compare.assert_bitwise(np.asarray(a).astype(BF16), b, name)
         assert np.any(np.asarray(a) != np.asarray(b).astype(np.float32)), name
 
 

@@ -2,74 +2,80 @@
 
 They need the test build of the extension (MEGAMOE_FAULTS), which `make test-gpu` makes. Faults of
 ordering show only when events meet badly: of those it is said whether one was found.
+
+Each fault is a line of output as it comes: the checks with their times, and what found it.
 """
 
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.forward_programs import counted
+from tests.mutation_driver import Driver, Verdict
 from tests.mutation_programs import CHECKS
-from tests.mutations import FAULTS, SEMANTIC, Fault, table
-from tests.process import run_on_gpu
+from tests.mutations import FAULTS, NO_FAULT, SEMANTIC, Fault, table
+from tests.process import start_on_gpu
 
 pytestmark = pytest.mark.gpu
 
-TIMEOUT_S = 150
-# Processes at a time; most of what one does is to start.
-NUM_PROCESSES = 8
-
-
-def failing_checks(number: int, cache: Path) -> list[str]:
-    """Of a process whose kernels have the fault; what ends it is named as a check of its own.
-
-    cache: of compiled programs, which are the same for every fault.
-    """
-    try:
-        result = run_on_gpu(
-            "-m",
-            "tests.mutation_programs",
-            str(number),
-            timeout_s=TIMEOUT_S,
-            JAX_MEGAMOE_EXTENSION="_cuda_delays",
-            JAX_COMPILATION_CACHE_DIR=str(cache),
-            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        )
-    except subprocess.TimeoutExpired:
-        return ["it does not end"]
-    if result.returncode != 0:
-        assert number != 0, result.stderr
-        return [f"it ends with {result.returncode}: {result.stderr.strip().splitlines()[-1]}"]
-    return counted(result.stdout)["failing"]
+# A check that is run for the first time compiles its programs; later it takes a few seconds.
+FIRST_LIMIT_S = 120
+LIMIT_S = 40
+# Of a wait in a kernel: a check with one that waits in vain ends well within its limit.
+DEADLINE_S = 5
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """The checks that fail, by the number of the fault; 0: no fault."""
-    cache = tmp_path_factory.mktemp("compiled")
-    without = failing_checks(0, cache)  # first, so that the others find what it has compiled
-    numbers = [fault.number for fault in FAULTS]
-    with ThreadPoolExecutor(NUM_PROCESSES) as pool:
-        of_faults = pool.map(lambda number: failing_checks(number, cache), numbers)
-        return {0: without, **dict(zip(numbers, of_faults, strict=True))}
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    start = functools.partial(
+        start_on_gpu,
+        "-m",
+        "tests.mutation_programs",
+        JAX_MEGAMOE_EXTENSION="_cuda_delays",
+        JAX_MEGAMOE_DEADLINE_S=str(DEADLINE_S),
+        # For the worker after one that a fault has ended.
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path_factory.mktemp("compiled")),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    )
+    made = Driver(
+        lambda errors: start(stderr=errors),
+        list(CHECKS),
+        first_limit_s=FIRST_LIMIT_S,
+        limit_s=LIMIT_S,
+    )
+    with contextlib.closing(made):
+        yield made
 
 
-def test_without_a_fault_all_pass(found: dict[int, list[str]]) -> None:
-    assert found[0] == []
+@pytest.fixture
+def verdict_on(driver: Driver, capsys: pytest.CaptureFixture[str]) -> Callable[[Fault], Verdict]:
+    """Of checks that pass without a fault. What the driver prints is seen at once, -s or not."""
+
+    def judge(fault: Fault) -> Verdict:
+        with capsys.disabled():
+            without = driver.verdict(NO_FAULT)
+            assert without == Verdict(), f"without a fault: {without}"
+            return driver.verdict(fault)
+
+    return judge
+
+
+def test_without_a_fault_all_pass(verdict_on: Callable[[Fault], Verdict]) -> None:
+    assert verdict_on(NO_FAULT) == Verdict()
 
 
 @pytest.mark.parametrize("fault", SEMANTIC, ids=lambda fault: fault.name)
-def test_a_fault_is_found(fault: Fault, found: dict[int, list[str]]) -> None:
+def test_a_fault_is_found(fault: Fault, verdict_on: Callable[[Fault], Verdict]) -> None:
     """By a check: a process that ends badly says nothing of what the checks see."""
-    assert set(found[fault.number]) & set(CHECKS), f"{fault.what}: {found[fault.number]}"
+    found = verdict_on(fault)
+    assert found.found_by, f"{fault.what}: {found}"
 
 
 def test_every_fault_is_reported(
-    found: dict[int, list[str]], capsys: pytest.CaptureFixture[str]
+    verdict_on: Callable[[Fault], Verdict], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = table({fault: ", ".join(found[fault.number]) or "-" for fault in FAULTS})
+    text = table({fault: verdict_on(fault).text for fault in FAULTS})
     with capsys.disabled():
         print(f"\n{text}")
     assert len(text.splitlines()) == 2 + len(FAULTS)
