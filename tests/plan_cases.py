@@ -64,7 +64,7 @@ def case_arguments(draw: st.DrawFn) -> tuple[Dims, int, str, int, bool]:
 
 
 # Several waves of each step; experts of even and of odd numbers of tiles.
-REFERENCE = make_case(Dims(T=600, K=4, E=8, R=2, H=4000, I=1900), 1, "skewed", 7, backward=True)
+REFERENCE = make_case(Dims(T=600, K=4, E=8, R=2, H=4000, I=3800), 1, "skewed", 7, backward=True)
 
 
 def swapped(array: np.ndarray, i: int, j: int) -> np.ndarray:
