@@ -1,11 +1,12 @@
 """Routings to plan for, and what tests of a plan share."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import strategies as st
 
-from jax_megamoe.config import RANK_COUNTS, Dims
+from jax_megamoe.config import RANK_COUNTS, TILE_ROWS, Dims
 from jax_megamoe.plan import Plan, Step, backward_steps, forward_steps, make_plan
 from jax_megamoe.plan_check import check_plan
 
@@ -42,6 +43,22 @@ def make_case(dims: Dims, rank: int, kind: str, seed: int, backward: bool) -> Ca
             expert_idx = np.where(rng.random(shape) < 0.5, rng.choice(bad, shape), expert_idx)
     steps = backward_steps(dims) if backward else forward_steps(dims)
     return Case(dims, rank, expert_idx.astype(np.int32), steps)
+
+
+def case_of_tiles(tiles: Sequence[int], steps: tuple[Step, ...]) -> Case:
+    """One rank of experts with these numbers of M-tiles, the last one with one row in it."""
+    rows = [max(0, (count - 1) * TILE_ROWS + 1) for count in tiles]
+    expert_idx = np.repeat(np.arange(len(tiles)), rows).astype(np.int32).reshape(1, -1, 1)
+    dims = Dims(T=sum(rows), K=1, E=len(tiles), R=1, H=256, I=128)
+    return Case(dims, 0, expert_idx, steps)
+
+
+def steps_of_tiles(tiles_n: tuple[int, int], *, backward: bool = False) -> tuple[Step, ...]:
+    """Two steps over pool rows and, in a backward, one with 17 M-tiles for each expert."""
+    first = Step(name="first", tiles_m=None, tiles_n=tiles_n[0], lag=0)
+    second = Step(name="second", tiles_m=None, tiles_n=tiles_n[1], lag=1, waits_on="first")
+    third = Step(name="third", tiles_m=17, tiles_n=3, lag=4, waits_on="first")
+    return (first, second, third) if backward else (first, second)
 
 
 KINDS = ("uniform", "skewed", "one", "none", "invalid")
