@@ -74,11 +74,9 @@ def _program(name: str) -> Path:
     sources = [emulator / f"{name}.cc", emulator / "machine.cc"]
     sources += [ROOT / "cuda" / "host" / f"{source}.cc" for source in HOST_SOURCES[name]]
     includes = [f"-I{emulator}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
-    # Thread-local variables stand for shared memory; none has a constructor.
-    flags = ["-std=c++20", "-O2", "-fno-extern-tls-init", "-DMEGAMOE_FAULTS"]
+    command = [compiler, "-std=c++20", "-O2", "-DMEGAMOE_FAULTS", *includes, *map(str, sources)]
     program = folder / name
-    command = [compiler, *flags, *includes, *map(str, sources), "-o", str(program)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     return program
 

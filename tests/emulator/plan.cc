@@ -8,10 +8,10 @@
 
 #include "machine.h"
 
-// Shared memory: one block runs at a time, so a variable is enough. A block finds what the one
-// before it left there, and must rely on none of it.
+// One block runs at a time. It finds what the one before it left there, and must rely on none of
+// it.
 #undef __shared__
-#define __shared__ thread_local
+#define __shared__ static
 #define __launch_bounds__(...)
 
 // What the sources call of CUDA; the compiler of device code has these templates too.
@@ -26,16 +26,10 @@ cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
+  if (config->dynamicSmemBytes > emulator::kSharedBytes) return cudaErrorInvalidValue;
   emulator::LaunchOneByOne(config->gridDim.x, config->blockDim.x, [&] { kernel(arguments...); });
   return cudaSuccess;
 }
-
-namespace megamoe::plan {
-namespace {
-// The shared memory that the launch gives PlaceRoutes.
-thread_local uint32_t warp_counts[PlanChunks::kBlockSlots / 32 * kMaxExperts];
-}  // namespace
-}  // namespace megamoe::plan
 
 #include "plan/plan.cu"
 
