@@ -266,6 +266,8 @@ def _check_limits(dims: Dims, steps: Sequence[Step]) -> None:
             raise ValueError(f"plan: {step} must have a name of its own, not ''")
         if step.tiles_n < 1 or (step.tiles_m is not None and step.tiles_m < 1):
             raise ValueError(f"plan: {step} must have at least 1 tile each way")
+        if s == 0 and step.tiles_m is not None:
+            raise ValueError(f"plan: {step} must be over pool rows, as the first step")
         if step.waits_on != (steps[0].name if s else ""):
             raise ValueError(f"plan: {step} must wait on the first step, and that one on ''")
         if step.lag < 0 or (s == 0 and step.lag != 0):

@@ -248,6 +248,7 @@ def test_steps_must_have_names_and_tiles(change: dict[str, Any], rule: str) -> N
         ({"waits_on": "down"}, {}, "must wait on the first step"),
         ({}, {"lag": -1}, "a lag >= 0"),
         ({"lag": 1}, {}, "a lag of 0"),
+        ({"tiles_m": 3}, {}, "must be over pool rows"),
     ],
 )
 def test_steps_must_wait_on_the_first(
