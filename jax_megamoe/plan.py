@@ -13,11 +13,17 @@ operand: a tall item (m, n) is the tiles (m, n) and (m + 1, n), which share the 
 is (m, n) and (m, n + 1), which share the rows. Wide items cover the last M-tile of an expert with
 an odd number of them; in the last column of an odd tiles_n the second block then has nothing to do.
 
-Items lie step by step and are claimed in waves of WAVE_ITEMS, so that all blocks work on
-neighbouring tiles of one step and read its operands from L2. Every step waits only on the first
-one. Waves of the steps alternate: a wave of a later step comes lag waves behind the wave that holds
-the last item it waits on, and never before that wave. Hence a claim waits only for earlier claims:
-a kernel finishes with any number of resident blocks.
+Items lie step by step and in a step expert by expert. The M-tiles of an expert in a step over pool
+rows are cut into groups of GROUP_TILES, which follow each other: all columns of a group, two at a
+time, before the next group. So an expert with many rows is worked through as many experts with
+usual numbers of rows would be. In a step with fixed tiles_m each expert is one group.
+
+Items are claimed in waves of WAVE_ITEMS, so that all blocks work on neighbouring tiles of one step
+and read its operands from L2. Every step waits only on the first one. Waves of the steps alternate:
+a wave of a later step comes lag waves behind the wave that holds the last item it waits on, and
+never before that wave. It waits on the groups of the first step up to that of its own last item, or
+on the experts up to its last one in a step with fixed tiles_m. Hence a claim waits only for earlier
+claims: a kernel finishes with any number of resident blocks.
 """
 
 import dataclasses
@@ -48,6 +54,11 @@ DOWN_COLS = 256
 # Items of one wave: one for each pair of the 132 multiprocessors of an H200. cuda/shared/plan.h
 # holds the same value.
 WAVE_ITEMS = 66
+# M-tiles of one expert that are worked on side by side in a step over pool rows: twice the usual
+# number, even, so that only the last group of an expert can have wide items. In an expert with more
+# tiles the first rows would otherwise be complete only with the last ones, and all sums of tokens
+# be left for the end. cuda/shared/plan.h holds the same value.
+GROUP_TILES = 16
 # A dependent step stays this many waves behind what it waits on, which is then finished when it is
 # claimed. Measured at (H, I) = (4096, 1536) on H200: the forward takes 8.47 ms with alternating
 # waves, 8.70 ms with the steps of one expert after another.
@@ -255,6 +266,8 @@ def _check_limits(dims: Dims, steps: Sequence[Step]) -> None:
             raise ValueError(f"plan: {step} must have a name of its own, not ''")
         if step.tiles_n < 1 or (step.tiles_m is not None and step.tiles_m < 1):
             raise ValueError(f"plan: {step} must have at least 1 tile each way")
+        if s == 0 and step.tiles_m is not None:
+            raise ValueError(f"plan: {step} must be over pool rows, as the first step")
         if step.waits_on != (steps[0].name if s else ""):
             raise ValueError(f"plan: {step} must wait on the first step, and that one on ''")
         if step.lag < 0 or (s == 0 and step.lag != 0):
@@ -318,21 +331,31 @@ def _list_work(tile_start: np.ndarray, steps: Sequence[Step]) -> tuple[np.ndarra
       tile_start: [E/R + 1], M-tiles of the experts before.
     """
     pool_m = [range(first, end) for first, end in itertools.pairwise(tile_start.tolist())]
+    groups = [
+        (e, m[first : first + GROUP_TILES])
+        for e, m in enumerate(pool_m)
+        for first in range(0, len(m), GROUP_TILES)
+    ]
+    groups_up_to = np.cumsum([ceil_div(len(m), GROUP_TILES) for m in pool_m])
     all_items, all_waves, all_keys = [], [], []
     start = 0
-    needed = np.zeros(0, np.int64)
+    needed = np.zeros(1, np.int64)
     for s, step in enumerate(steps):
-        all_m = pool_m if step.tiles_m is None else [range(step.tiles_m)] * len(pool_m)
-        by_expert = [_expert_items(s, e, m, step.tiles_n) for e, m in enumerate(all_m)]
-        items = np.concatenate(by_expert)
+        whole = [(e, range(step.tiles_m or 0)) for e in range(len(pool_m))]
+        own = groups if step.tiles_m is None else whole
+        by_group = [_group_items(s, e, m, step.tiles_n) for e, m in own]
+        group_end = np.cumsum([len(i) for i in by_group])
+        items = np.concatenate([np.zeros((0, 4), np.int64), *by_group])
         first = np.arange(0, len(items), WAVE_ITEMS)
         end = np.minimum(first + WAVE_ITEMS, len(items))
         if s == 0:
-            # By expert: the last item of the first step of this expert or, without one, before it.
-            needed = np.maximum(np.cumsum([len(i) for i in by_expert]) - 1, 0)
+            # By number of groups: how many items of the first step these have.
+            needed = np.append(0, group_end)
             key = np.arange(first.size)
         else:
-            key = needed[items[end - 1, 1]] // WAVE_ITEMS + step.lag
+            last = np.searchsorted(group_end, end - 1, side="right")
+            num_groups = last + 1 if step.tiles_m is None else groups_up_to[last]
+            key = np.maximum(needed[num_groups] - 1, 0) // WAVE_ITEMS + step.lag
         all_items.append(items)
         all_waves.append(start + np.stack([first, end], axis=1))
         all_keys.append(key)
@@ -342,8 +365,8 @@ def _list_work(tile_start: np.ndarray, steps: Sequence[Step]) -> tuple[np.ndarra
     return np.concatenate(all_items), np.concatenate(all_waves)[order]
 
 
-def _expert_items(step_idx: int, expert: int, all_m: range, tiles_n: int) -> np.ndarray:
-    """The items [n, 4] of one (step, expert): two columns at a time, the wide item behind both."""
+def _group_items(step_idx: int, expert: int, all_m: range, tiles_n: int) -> np.ndarray:
+    """The items [n, 4] of one group: two columns at a time, the wide item behind both."""
     odd = len(all_m) % 2
     items = []
     for n in range(0, tiles_n, 2):

@@ -1,6 +1,7 @@
-"""The kernels of both passes on an emulated machine, for tests without a GPU.
+"""The kernels on an emulated machine, for tests without a GPU.
 
-tests/emulator/ says what is emulated and what is not. The plan is that of `plan.make_plan`.
+tests/emulator/ says what is emulated and what is not. The kernels of both passes get the plan of
+`plan.make_plan`; those of the plan run on their own.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,20 @@ import pytest
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
 from jax_megamoe.memory import gate_up_array
-from jax_megamoe.plan import backward_steps, forward_steps, make_plan
+from jax_megamoe.plan import (
+    MAX_STEPS,
+    Plan,
+    Step,
+    backward_steps,
+    forward_steps,
+    make_plan,
+    plan_shapes,
+)
 from tests.cases import BF16, F32, Batch
 
 ROOT = Path(__file__).resolve().parents[1]
-HOST_SOURCES = ("backward", "forward", "layer", "tensor_map")
+# By program, what it needs of cuda/host.
+HOST_SOURCES = {"main": ("backward", "forward", "layer", "tensor_map"), "plan": ()}
 
 
 def _cuda_headers() -> Path | None:
@@ -51,9 +61,9 @@ def with_fault(number: int) -> Iterator[None]:
 
 
 @functools.cache
-def _program() -> Path:
-    """Compiles the emulator, once a process; skips the test without a compiler or CUDA's headers,
-    unless the machine declares them (JAX_MEGAMOE_NVCC=1)."""
+def _program(name: str) -> Path:
+    """Compiles a program of the emulator, once a process; skips the test without a compiler or
+    CUDA's headers, unless the machine declares them (JAX_MEGAMOE_NVCC=1)."""
     compiler, headers = shutil.which("g++"), _cuda_headers()
     if not compiler or not headers:
         reason = "the emulated kernels need g++ and CUDA's headers"
@@ -61,14 +71,54 @@ def _program() -> Path:
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp())
     emulator = ROOT / "tests" / "emulator"
-    sources = [emulator / "main.cc", emulator / "machine.cc"]
-    sources += [ROOT / "cuda" / "host" / f"{name}.cc" for name in HOST_SOURCES]
+    sources = [emulator / f"{name}.cc", emulator / "machine.cc"]
+    sources += [ROOT / "cuda" / "host" / f"{source}.cc" for source in HOST_SOURCES[name]]
     includes = [f"-I{emulator}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
     command = [compiler, "-std=c++20", "-O2", "-DMEGAMOE_FAULTS", *includes, *map(str, sources)]
-    program = folder / "emulator"
+    program = folder / name
     result = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     return program
+
+
+def _output(name: str, arrays: Iterable[np.ndarray]) -> bytes:
+    """What a program writes when it gets the arrays."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / end for end in ("in", "out")]
+        paths[0].write_bytes(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
+        command = [_program(name), *paths]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
+        return paths[1].read_bytes()
+
+
+def _split(raw: bytes, results: list[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
+    found = []
+    for shape, dtype in results:
+        size = int(np.prod(shape)) * dtype.itemsize
+        found.append(np.frombuffer(raw[:size], dtype).reshape(shape))
+        raw = raw[size:]
+    assert raw == b""
+    return found
+
+
+# Words that the plan clears on the side.
+NUM_CLEARED = 1000
+
+
+def plan(
+    expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step], *, seed: int = 0
+) -> Plan:
+    """As `plan.make_plan`, by the kernels of the plan; seed: of the order of warps and blocks."""
+    header = [dims.T, dims.K, dims.E, dims.R, rank, len(steps), seed, NUM_CLEARED]
+    for step in steps:
+        header += [step.tiles_m or 0, step.tiles_n, step.lag]
+    header += [0] * 3 * (MAX_STEPS - len(steps))
+    shapes = [*plan_shapes(dims, steps), (NUM_CLEARED,)]
+    raw = _output("plan", (np.array(header, np.int32), expert_idx))
+    *arrays, cleared = _split(raw, [(shape, np.dtype(np.int32)) for shape in shapes])
+    assert not cleared.any()
+    return Plan(*arrays)
 
 
 def forward(batch: Batch, **options: Any) -> np.ndarray:
@@ -138,12 +188,12 @@ def _run(
       seed: of the order in which everything happens.
       has_failed: every wait gives up soon, as after the first one of a call that did.
     """
-    plan = make_plan(batch.expert_idx[None], dims, 0, steps)
+    made = make_plan(batch.expert_idx[None], dims, 0, steps)
     if launches is None:
         launches = _ffi.BACKWARD_FUSED if is_backward else _ffi.FUSED
     is_float = results[-1][1] == F32
-    header = [dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks, len(plan.row_slot)]
-    header += [len(plan.items), len(plan.waves), is_backward, len(steps), is_float, keep]
+    header = [dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks, len(made.row_slot)]
+    header += [len(made.items), len(made.waves), is_backward, len(steps), is_float, keep]
     header += [
         multiprocessors,
         seed,
@@ -154,19 +204,7 @@ def _run(
         *[0] * (8 - len(launches)),
     ]
     weights = [a.astype(BF16) for a in (batch.w_gate, batch.w_up, batch.w_down)]
-    arrays = [np.array(header, np.int32), *plan, batch.expert_idx.astype(np.int32)]
+    arrays = [np.array(header, np.int32), *made, batch.expert_idx.astype(np.int32)]
     arrays += [batch.expert_weight.astype(F32), batch.x.astype(BF16), *weights]
     arrays += [batch.dy.astype(BF16), *kept] if is_backward else []
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / name for name in ("in", "out")]
-        paths[0].write_bytes(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
-        run = subprocess.run([_program(), *paths], capture_output=True, text=True, timeout=600)
-        assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
-        raw = paths[1].read_bytes()
-    found = []
-    for shape, dtype in results:
-        size = int(np.prod(shape)) * dtype.itemsize
-        found.append(np.frombuffer(raw[:size], dtype).reshape(shape))
-        raw = raw[size:]
-    assert raw == b""
-    return found
+    return _split(_output("main", arrays), results)

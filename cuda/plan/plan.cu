@@ -7,6 +7,7 @@
 //                lists (items, waves, pads, tails).
 // Atomics only add integers in shared memory, whose order cannot show.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "plan/layout.cuh"
@@ -192,6 +193,15 @@ __device__ void WriteLists(const PlanProblem& p, const PlanChunks& chunks, const
   }
 }
 
+// What PlaceRoutes has in shared memory; the launch gives it the counts that E/R experts need.
+struct PlaceMemory {
+  Layout layout;
+  uint32_t warp_counts[kWarps * kMaxExperts];  // [kWarps][E/R]
+};
+constexpr int PlaceMemoryBytes(int experts) {
+  return offsetof(PlaceMemory, warp_counts) + kWarps * experts * sizeof(uint32_t);
+}
+
 __global__ __launch_bounds__(kThreads, 1) void PlaceRoutes(const __grid_constant__ PlanProblem p,
                                                            PlanChunks chunks, Ends ends,
                                                            const int32_t* expert_idx,
@@ -199,8 +209,7 @@ __global__ __launch_bounds__(kThreads, 1) void PlaceRoutes(const __grid_constant
   ptx::LetNextKernelStart();
   ptx::WaitForPreviousKernel();
   Fill(cleared.words, 0, cleared.count, 0u);
-  __shared__ Layout layout;
-  extern __shared__ uint32_t warp_counts[];  // [kWarps][E/R]
+  auto& [layout, warp_counts] = *static_cast<PlaceMemory*>(ptx::DynamicSharedMemory());
   const int num_chunks = p.dims.R * chunks.per_source;
   MakeLayout(out.chunk_counts, p.dims.experts_per_rank(), num_chunks, blockIdx.x, layout);
   if (blockIdx.x < num_chunks) {
@@ -208,8 +217,6 @@ __global__ __launch_bounds__(kThreads, 1) void PlaceRoutes(const __grid_constant
   }
   WriteLists(p, chunks, ends, out, layout);
 }
-
-constexpr int WarpCountsBytes(int experts) { return kWarps * experts * sizeof(uint32_t); }
 
 cudaLaunchConfig_t LaunchConfig(cudaStream_t stream, int blocks, int shared_bytes) {
   cudaLaunchConfig_t config = {};
@@ -226,7 +233,7 @@ CudaStatus Load() {
   cudaFuncAttributes attributes;
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, CountRoutes));
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
-      PlaceRoutes, cudaFuncAttributeMaxDynamicSharedMemorySize, WarpCountsBytes(kMaxExperts)));
+      PlaceRoutes, cudaFuncAttributeMaxDynamicSharedMemorySize, PlaceMemoryBytes(kMaxExperts)));
   return {};
 }
 
@@ -245,7 +252,7 @@ CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t
   // One more than chunks: see ListWaves.
   const int blocks = std::max(num_chunks, PlanChunks::kWantedChunks) + 1;
   cudaLaunchConfig_t config =
-      LaunchConfig(stream, blocks, WarpCountsBytes(problem.dims.experts_per_rank()));
+      LaunchConfig(stream, blocks, PlaceMemoryBytes(problem.dims.experts_per_rank()));
   cudaLaunchAttribute early = EarlyStart();
   if (num_chunks > 0) {
     config.attrs = &early;

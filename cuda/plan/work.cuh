@@ -11,6 +11,11 @@
 
 namespace megamoe::plan {
 
+// Items of the first `tiles_m` tiles of an expert, an even number of them.
+__device__ inline int TallItems(const PlanStep& step, int tiles_m) {
+  return tiles_m / 2 * step.tiles_n;
+}
+
 // Items of a step of the experts before `expert`.
 __device__ inline int ItemsBefore(const PlanStep& step, const Layout& layout, int expert) {
   int tall_rows = expert * (step.tiles_m / 2);
@@ -39,7 +44,7 @@ __device__ inline StepStart StartOf(const PlanProblem& p, const Layout& layout, 
   return start;
 }
 
-// A warp writes the items of one (expert, step, pair of columns).
+// A warp writes the items of one (expert, step, pair of columns), group by group.
 __device__ inline void ListItems(const PlanProblem& p, const Layout& layout, Item* items) {
   int pairs = 0;
   for (int s = 0; s < p.num_steps; ++s) pairs += (p.steps[s].tiles_n + 1) / 2;
@@ -54,26 +59,40 @@ __device__ inline void ListItems(const PlanProblem& p, const Layout& layout, Ite
     const bool token_tiles = step.tiles_m == kTokenTiles;
     const int first_m = token_tiles ? layout.tile_start[expert] : 0;
     const int tiles_m = token_tiles ? layout.tile_start[expert + 1] - first_m : step.tiles_m;
-    const int half = tiles_m / 2;
-    const int odd = tiles_m % 2;
+    const int group_tiles = token_tiles ? kGroupTiles : tiles_m;
     const int n = pair * 2;
-    const int tall = n + 1 < step.tiles_n ? 2 * half : half;
-    Item* out = items + StartOf(p, layout, s).items + ItemsBefore(step, layout, expert) +
-                pair * (2 * half + odd);
-    for (int i = threadIdx.x % 32; i < tall + odd; i += 32) {
-      const bool wide = i == tall;
-      const int column = i >= half && !wide;
-      const int m = wide ? tiles_m - 1 : 2 * (i - column * half);
-      out[i] = {Item::Kind(s, wide), expert, first_m + m, n + column};
+    const int columns = min(2, step.tiles_n - n);
+    Item* of_expert = items + StartOf(p, layout, s).items + ItemsBefore(step, layout, expert);
+    for (int group = 0; group < tiles_m; group += group_tiles) {
+      const int half = min(group_tiles, tiles_m - group) / 2;
+      const int odd = min(group_tiles, tiles_m - group) % 2;
+      const int tall = columns * half;
+      Item* out = of_expert + TallItems(step, group) + pair * (2 * half + odd);
+      for (int i = threadIdx.x % 32; i < tall + odd; i += 32) {
+        const bool wide = i == tall;
+        const int column = i >= half && !wide;
+        const int m = group + 2 * (wide ? half : i - column * half);
+        out[i] = {Item::Kind(s, wide), expert, first_m + m, n + column};
+      }
     }
   }
 }
 
-// The key of a wave of a step behind the first, of which the last item belongs to `expert`. It
-// grows with the expert. The key of a wave of the first step is its index.
-__device__ inline int WaveKey(const PlanProblem& p, const Layout& layout, int step, int expert) {
-  const int last_needed = ItemsBefore(p.steps[0], layout, expert + 1) - 1;
-  return max(last_needed, 0) / kWaveItems + p.steps[step].lag;
+// The first items of the first step that a wave waits for, of which the last item is item `last` of
+// `step` and belongs to `expert`: up to the end of its group or, with fixed tiles_m, of the expert.
+__device__ inline int NeededItems(const PlanProblem& p, const Layout& layout, const PlanStep& step,
+                                  int expert, int last) {
+  const int of_expert = ItemsBefore(p.steps[0], layout, expert + 1);
+  if (step.tiles_m != kTokenTiles) return of_expert;
+  const int group = (last - ItemsBefore(step, layout, expert)) / TallItems(step, kGroupTiles);
+  return min(of_expert, ItemsBefore(p.steps[0], layout, expert) +
+                            TallItems(p.steps[0], (group + 1) * kGroupTiles));
+}
+
+// The key of a wave of a step behind the first that waits for `needed` items. The key of a wave of
+// the first step is its index.
+__device__ inline int WaveKey(const PlanStep& step, int needed) {
+  return max(needed - 1, 0) / kWaveItems + step.lag;
 }
 
 // The first of `experts` for which `reached` holds, which then holds for all behind it.
@@ -92,16 +111,25 @@ __device__ int FirstExpert(int experts, Reached reached) {
   return first;
 }
 
-// Waves of a step with a key below `bound`.
-__device__ inline int WavesBelow(const PlanProblem& p, const Layout& layout, int step, int bound) {
+// Waves of a step with a key below `bound`: those of which the last item has one. Keys grow with
+// the expert, and in it with the group.
+__device__ inline int WavesBelow(const PlanProblem& p, const Layout& layout, int s, int bound) {
   const int experts = p.dims.experts_per_rank();
-  const int items = ItemsBefore(p.steps[step], layout, experts);
-  if (step == 0) return max(0, min(bound, WavesOf(items)));
-  const int expert =
-      FirstExpert(experts, [&](int e) { return WaveKey(p, layout, step, e) >= bound; });
-  // Those of which the last item belongs to an expert before this one.
-  const int below = ItemsBefore(p.steps[step], layout, expert);
-  return below == items ? WavesOf(items) : below / kWaveItems;
+  const PlanStep& first = p.steps[0];
+  const PlanStep& step = p.steps[s];
+  const int waves = WavesOf(ItemsBefore(step, layout, experts));
+  if (s == 0) return max(0, min(bound, waves));
+  const int expert = FirstExpert(
+      experts, [&](int e) { return WaveKey(step, ItemsBefore(first, layout, e + 1)) >= bound; });
+  if (expert == experts) return waves;
+  int below = ItemsBefore(step, layout, expert);
+  if (step.tiles_m == kTokenTiles) {
+    // A group has such a key if it needs no more items than this of its own expert.
+    const int needed = (bound - step.lag) * kWaveItems - ItemsBefore(first, layout, expert);
+    const int groups = max(needed, 0) / TallItems(first, kGroupTiles);
+    below += TallItems(step, groups * kGroupTiles);
+  }
+  return below / kWaveItems;
 }
 
 // A thread writes a wave, to its place among all waves. From the last block on, which has no chunk
@@ -121,7 +149,7 @@ __device__ inline void ListWaves(const PlanProblem& p, const Layout& layout, Wav
     if (step > 0) {
       const int expert = FirstExpert(
           experts, [&](int e) { return ItemsBefore(p.steps[step], layout, e + 1) >= end; });
-      key = WaveKey(p, layout, step, expert);
+      key = WaveKey(p.steps[step], NeededItems(p, layout, p.steps[step], expert, end - 1));
     }
     // Waves are ordered by key, by step among equal keys.
     int place = wave;

@@ -15,6 +15,8 @@ constexpr int kMaxChoices = 32;
 constexpr int kMaxExperts = 512;
 constexpr int kMaxSteps = 4;
 constexpr int kWaveItems = 66;
+constexpr int kGroupTiles = 16;
+static_assert(kGroupTiles % 2 == 0, "only the last group of an expert has wide items");
 
 // One GEMM of a kernel as the queue sees it.
 struct PlanStep {

@@ -9,8 +9,23 @@ import pytest
 from hypothesis import given, settings
 
 from jax_megamoe.config import TILE_ROWS, Dims
-from jax_megamoe.plan import WAVE_ITEMS, Plan, Step, backward_steps, forward_steps, plan_sizes
-from tests.plan_cases import REFERENCE, Case, case_arguments, make_case
+from jax_megamoe.plan import (
+    GROUP_TILES,
+    WAVE_ITEMS,
+    Plan,
+    Step,
+    backward_steps,
+    forward_steps,
+    plan_sizes,
+)
+from tests.plan_cases import (
+    REFERENCE,
+    Case,
+    case_arguments,
+    case_of_tiles,
+    make_case,
+    steps_of_tiles,
+)
 
 
 def naive_plan(case: Case) -> Plan:
@@ -57,7 +72,7 @@ def naive_plan(case: Case) -> Plan:
 
 
 def naive_work(
-    tiles: list[range], steps: tuple[Step, ...]
+    tiles: list[range], steps: tuple[Step, ...], group_tiles: int = GROUP_TILES
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
     """Items and waves by sorting; tiles holds the M-tiles of each expert in the pool."""
     items: list[tuple[int, ...]] = []
@@ -66,20 +81,27 @@ def naive_work(
         start = len(items)
         for e, own in enumerate(tiles):
             all_m = own if step.tiles_m is None else range(step.tiles_m)
+            # Of each M-tile; those of a step with fixed tiles_m are in one.
+            group = {m: (m - own.start) // group_tiles * (step.tiles_m is None) for m in all_m}
             of_expert = []
             for m, n in itertools.product(all_m[::2], range(step.tiles_n)):
                 if m + 1 in all_m:
                     of_expert.append((2 * s, e, m, n))
                 elif n % 2 == 0:
                     of_expert.append((2 * s + 1, e, m, n))
-            items += sorted(of_expert, key=lambda i: (i[3] // 2, i[0], i[3], i[2]))
+            items += sorted(of_expert, key=lambda i: (group[i[2]], i[3] // 2, i[0], i[3], i[2]))
         of_step = items[start:]
         for b in range(0, len(of_step), WAVE_ITEMS):
             wave = of_step[b : b + WAVE_ITEMS]
             key = b // WAVE_ITEMS
             if s > 0:
+                _, expert, m, _ = wave[-1]
+                end = (m - tiles[expert].start) // group_tiles + 1
+                own = tiles[expert] if step.tiles_m else tiles[expert][: end * group_tiles]
                 needed = [
-                    i for i, item in enumerate(items) if item[0] < 2 and item[1] <= wave[-1][1]
+                    i
+                    for i, item in enumerate(items)
+                    if item[0] < 2 and (item[1] < expert or item[2] in own)
                 ]
                 key = max(needed, default=0) // WAVE_ITEMS + step.lag
             waves.append((key, s, start + b, start + b + len(wave)))
@@ -94,6 +116,51 @@ def test_twin_equals_naive_construction(arguments: tuple[Dims, int, str, int, bo
     for name, got, want in zip(Plan._fields, plan, naive_plan(case), strict=True):
         assert got.dtype == np.int32
         np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+def assert_lists_are(plan: Plan, items: list, waves: list) -> None:
+    np.testing.assert_array_equal(plan.items[: len(items)], items)
+    np.testing.assert_array_equal(plan.waves[: len(waves)], waves)
+    assert plan.totals[0] == len(waves)
+
+
+def pool_tiles(plan: Plan) -> list[range]:
+    return [range(*ends) for ends in itertools.pairwise((plan.expert_start // TILE_ROWS).tolist())]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("tiles_n", [(1, 8), (2, 1), (3, 2), (6, 8), (8, 3)])
+@pytest.mark.parametrize("tiles", [(0, 33, 1, 16, 0, 17, 32), (15, 31, 0), (0, 0, 50), (48, 0)])
+def test_experts_of_several_groups(
+    tiles: tuple[int, ...], tiles_n: tuple[int, int], backward: bool
+) -> None:
+    case = case_of_tiles(tiles, steps_of_tiles(tiles_n, backward=backward))
+    plan = case.plan()
+    case.check(plan)
+    assert_lists_are(plan, *naive_work(pool_tiles(plan), case.steps))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_experts_of_one_group_are_not_cut(backward: bool) -> None:
+    """Their items lie column pair by column pair, and a wave waits for whole experts."""
+    dims = Dims(T=0, K=1, E=1, R=1, H=2048, I=768)
+    steps = backward_steps(dims) if backward else forward_steps(dims)
+    case = case_of_tiles((8, 16, 0, 9, 15, 1, 10, 16, 2), steps)
+    plan = case.plan()
+    assert_lists_are(plan, *naive_work(pool_tiles(plan), case.steps, group_tiles=10**9))
+
+
+def test_a_large_expert_is_worked_through_in_groups() -> None:
+    """128 M-tiles, in groups of 48 items of gate_up (u) and 64 of down (d)."""
+    steps = steps_of_tiles((6, 8))
+    case = case_of_tiles((0, 128, 0), steps)
+    plan = case.plan()
+    case.check(plan)
+    of_first = plan.items[plan.waves[: plan.totals[0], 0]]
+    assert "".join("ud"[kind // 2] for kind in of_first[:, 0]) == "uuududdududddd"
+    for step, tall in enumerate((48, 64)):
+        m = plan.items[plan.items[:, 0] == 2 * step, 2]
+        assert m[:tall].max() == GROUP_TILES - 2 and m[tall:].min() == GROUP_TILES
 
 
 def test_sizes_are_reached() -> None:
@@ -181,6 +248,7 @@ def test_steps_must_have_names_and_tiles(change: dict[str, Any], rule: str) -> N
         ({"waits_on": "down"}, {}, "must wait on the first step"),
         ({}, {"lag": -1}, "a lag >= 0"),
         ({"lag": 1}, {}, "a lag of 0"),
+        ({"tiles_m": 3}, {}, "must be over pool rows"),
     ],
 )
 def test_steps_must_wait_on_the_first(

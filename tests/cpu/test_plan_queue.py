@@ -8,7 +8,15 @@ import pytest
 
 from jax_megamoe.config import Dims
 from jax_megamoe.plan import WAVE_ITEMS, Plan, Step
-from tests.plan_cases import KINDS, REFERENCE, make_case, waves_of, waves_swapped
+from tests.plan_cases import (
+    KINDS,
+    REFERENCE,
+    case_of_tiles,
+    make_case,
+    steps_of_tiles,
+    waves_of,
+    waves_swapped,
+)
 
 
 class Queue:
@@ -78,6 +86,17 @@ def test_queue_finishes_with_any_number_of_blocks(
     dims = Dims(T=300, K=2, E=16, R=2, H=1300, I=1100)
     case = make_case(dims, 1, kind, 3, backward)
     Queue(case.plan(), case.steps, seed=num_pairs).run(num_pairs)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 2, 7, 66])
+@pytest.mark.parametrize("tiles_n", [(1, 8), (8, 1), (3, 3)])
+def test_queue_finishes_with_experts_of_several_groups(
+    tiles_n: tuple[int, int], num_pairs: int
+) -> None:
+    case = case_of_tiles((0, 97, 3, 16, 33), steps_of_tiles(tiles_n, backward=True))
+    plan = case.plan()
+    case.check(plan)
+    Queue(plan, case.steps, seed=num_pairs).run(num_pairs)
 
 
 def test_queue_model_sees_a_deadlock() -> None:

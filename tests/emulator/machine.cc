@@ -2,7 +2,9 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <numeric>
 
 namespace emulator {
 
@@ -42,15 +44,26 @@ void FiberMain() {
   for (;;) Yield();
 }
 
+std::vector<char*> free_stacks;
+
+char* TakeStack() {
+  if (!free_stacks.empty()) {
+    char* stack = free_stacks.back();
+    free_stacks.pop_back();
+    return stack;
+  }
+  void* memory =
+      mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) Fail("no memory for stacks");
+  return static_cast<char*>(memory);
+}
+
 std::unique_ptr<Fiber> MakeFiber(Block* block, int thread) {
   auto fiber = std::make_unique<Fiber>();
   fiber->thread = thread;
   fiber->block = block;
   fiber->warp = &block->warps[thread / kWarpThreads];
-  void* memory =
-      mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) Fail("no memory for stacks");
-  fiber->stack = static_cast<char*>(memory);
+  fiber->stack = TakeStack();
   // What SwitchStack pops: six registers and the address to go to; as after a call, 8 below a
   // multiple of 16.
   void** top = reinterpret_cast<void**>(fiber->stack + kStackBytes - 64);
@@ -66,27 +79,30 @@ struct Grid {
   std::vector<std::unique_ptr<Meeting>> clusters;
   std::vector<std::unique_ptr<Fiber>> fibers;
 
-  explicit Grid(int count) {
+  // The blocks [first, first + count) of a kernel.
+  Grid(int first, int count, int threads) {
     for (int i = 0; i < count; ++i) {
       if (i % kClusterBlocks == 0) clusters.push_back(std::make_unique<Meeting>());
       auto block = std::make_unique<Block>();
-      block->index = i;
+      block->index = first + i;
       block->rank = i % kClusterBlocks;
       block->cluster = clusters.back().get();
+      block->warps.resize(threads / kWarpThreads);
       block->shared = static_cast<uint8_t*>(std::aligned_alloc(1024, kSharedBytes));
       std::memset(block->shared, 0xff, kSharedBytes);
       blocks.push_back(std::move(block));
     }
     for (int i = 0; i < count; ++i) {
       for (int rank = 0; rank < kClusterBlocks; ++rank) {
-        blocks[i]->of_cluster[rank] = blocks[i - blocks[i]->rank + rank].get();
+        const int other = i - blocks[i]->rank + rank;
+        blocks[i]->of_cluster[rank] = other < count ? blocks[other].get() : nullptr;
       }
-      for (int t = 0; t < kBlockThreads; ++t) fibers.push_back(MakeFiber(blocks[i].get(), t));
+      for (int t = 0; t < threads; ++t) fibers.push_back(MakeFiber(blocks[i].get(), t));
     }
   }
   ~Grid() {
     for (auto& block : blocks) std::free(block->shared);
-    for (auto& fiber : fibers) munmap(fiber->stack, kStackBytes);
+    for (auto& fiber : fibers) free_stacks.push_back(fiber->stack);
   }
   Grid(const Grid&) = delete;
   Grid& operator=(const Grid&) = delete;
@@ -168,7 +184,7 @@ void Meet(Meeting& meeting, int threads) {
 void Launch(int blocks, const std::function<void()>& body) {
   num_blocks = blocks;
   kernel_body = body;
-  Grid grid(blocks);
+  Grid grid(0, blocks, kBlockThreads);
   const size_t num_warps = grid.fibers.size() / kWarpThreads;
   std::vector<int> asleep(num_warps, 0);
   size_t running = grid.fibers.size();
@@ -186,6 +202,29 @@ void Launch(int blocks, const std::function<void()>& body) {
     RunSomePending();
   }
   if (!pending.empty()) Fail("the kernel ended before its copies");
+}
+
+void LaunchOneByOne(int blocks, int threads, const std::function<void()>& body) {
+  num_blocks = blocks;
+  kernel_body = body;
+  std::vector<int> order(blocks);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random_bits);
+  std::vector<int> warps(threads / kWarpThreads);
+  std::iota(warps.begin(), warps.end(), 0);
+  for (const int block : order) {
+    Grid grid(block, 1, threads);
+    int running = threads;
+    // Warps that get ahead of each other cost turns in which others only wait: in some blocks.
+    const bool is_uneven = Below(8) == 0;
+    for (int64_t round = 0; running > 0; ++round) {
+      if (round == kMaxRounds) Fail("the kernel does not end");
+      std::shuffle(warps.begin(), warps.end(), random_bits);
+      for (const int warp : warps) {
+        if (!is_uneven || Below(2) == 0) running -= RunWarp(grid, warp);
+      }
+    }
+  }
 }
 
 void LoadBox(const TensorMap& map, const Coordinates& from, Block* block, uint32_t address) {

@@ -1,4 +1,4 @@
-// A GPU in one process, as far as the kernels of cuda/kernel can tell: for tests without one.
+// A GPU in one process, as far as the kernels can tell: for tests without one.
 //
 // Every CUDA thread is a fiber; warps run in random order, and now and then one falls far behind.
 // Copies and products are as asynchronous as the hardware allows: a copy reads and writes at random
@@ -19,13 +19,13 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <type_traits>
 #include <vector>
 
 namespace emulator {
 
 constexpr int kWarpThreads = 32;
-constexpr int kBlockThreads = 384;
-constexpr int kBlockWarps = kBlockThreads / kWarpThreads;
+constexpr int kBlockThreads = 384;  // of the kernels of cuda/kernel
 constexpr int kClusterBlocks = 2;
 constexpr uint32_t kSharedBytes = 232448;
 
@@ -49,7 +49,10 @@ struct Block {
   uint8_t* shared;
   Block* of_cluster[kClusterBlocks];
   Meeting* cluster;
-  Warp warps[kBlockWarps];
+  Meeting threads;
+  std::vector<Warp> warps;
+
+  int num_threads() const { return static_cast<int>(warps.size()) * kWarpThreads; }
 };
 
 // A matrix product that has been issued: this thread's share of it is done when it is waited for.
@@ -88,6 +91,8 @@ void Yield();
 void Later(std::function<void()> work);
 // Runs `body` in every thread of `blocks` blocks, until all have ended.
 void Launch(int blocks, const std::function<void()>& body);
+// Likewise, of a kernel whose blocks need nothing of each other: one by one, in random order.
+void LaunchOneByOne(int blocks, int threads, const std::function<void()>& body);
 // Waits until so many threads have come to the meeting.
 void Meet(Meeting& meeting, int threads);
 // The seed of all that is random.
@@ -176,6 +181,10 @@ inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }
 inline void __nanosleep(unsigned) { emulator::Yield(); }
 
+inline void __syncthreads() {
+  emulator::Block* block = emulator::self->block;
+  emulator::Meet(block->threads, block->num_threads());
+}
 inline void __syncwarp() { emulator::Gather(0, 0); }
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
@@ -186,6 +195,20 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   const int lane = emulator::self->thread % emulator::kWarpThreads ^ mask;
   return __builtin_bit_cast(T, emulator::Gather(2, __builtin_bit_cast(uint32_t, value))[lane]);
 }
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int distance) {
+  const int lane = emulator::self->thread % emulator::kWarpThreads;
+  const uint32_t* all = emulator::Gather(4, __builtin_bit_cast(uint32_t, value));
+  return __builtin_bit_cast(T, all[lane < distance ? lane : lane - distance]);
+}
+template <typename T>
+unsigned __match_any_sync(unsigned, T value) {
+  const uint32_t own = __builtin_bit_cast(uint32_t, value);
+  const uint32_t* all = emulator::Gather(5, own);
+  unsigned same = 0;
+  for (int lane = 0; lane < emulator::kWarpThreads; ++lane) same |= (all[lane] == own) << lane;
+  return same;
+}
 inline unsigned __ballot_sync(unsigned, bool is_set) {
   const uint32_t* all = emulator::Gather(3, is_set);
   unsigned ballot = 0;
@@ -195,9 +218,18 @@ inline unsigned __ballot_sync(unsigned, bool is_set) {
 inline bool __all_sync(unsigned mask, bool is_set) { return __ballot_sync(mask, is_set) == ~0u; }
 inline bool __any_sync(unsigned mask, bool is_set) { return __ballot_sync(mask, is_set) != 0; }
 
-inline uint32_t atomicAdd(uint32_t* word, uint32_t value) {
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
+}
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <typename T>
+T atomicAdd(T* word, std::type_identity_t<T> value) {
   emulator::Yield();
-  const uint32_t old = *word;
+  const T old = *word;
   *word += value;
   return old;
 }

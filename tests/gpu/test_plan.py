@@ -9,9 +9,6 @@ import pytest
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import (
-    MAX_CHOICES,
-    MAX_EXPERTS,
-    RANK_COUNTS,
     Dims,
     MegaMoEConfig,
 )
@@ -23,36 +20,12 @@ from jax_megamoe.plan import (
     make_plan,
 )
 from jax_megamoe.plan_check import check_plan
+from tests.plan_cases import random_case
 
 pytestmark = pytest.mark.gpu
 
 NUM_ROUTINGS = 200
-INVALID_IDS = (-1, -(2**31), 2**31 - 1)
 GARBAGE = 0x7B7B7B7B
-
-
-def random_dims(rng: np.random.Generator) -> Dims:
-    ranks = int(rng.choice(RANK_COUNTS))
-    tokens = int(rng.choice([0, 1, int(rng.integers(2, 130)), int(rng.integers(130, 3000))]))
-    choices = int(rng.choice([1, 2, 8, int(rng.integers(1, MAX_CHOICES + 1))]))
-    per_rank = int(rng.choice([1, int(rng.integers(1, 17)), MAX_EXPERTS // ranks]))
-    hidden = int(rng.choice([256, 700, 2048]))
-    return Dims(T=tokens, K=choices, E=ranks * per_rank, R=ranks, H=hidden, I=3 * hidden // 8)
-
-
-def random_routing(rng: np.random.Generator, dims: Dims) -> np.ndarray:
-    """int32 [R, T, K]: even, skewed, one expert for all, a few experts; some ids invalid."""
-    shape = (dims.R, dims.T, dims.K)
-    few = rng.integers(0, dims.E, 3)
-    idx = (
-        rng.integers(0, dims.E, shape),
-        np.minimum(rng.geometric(0.2, shape) - 1, dims.E - 1),
-        np.full(shape, rng.integers(dims.E)),
-        rng.choice(few, shape),
-    )[rng.integers(4)]
-    invalid = rng.choice([0.0, 0.0, 0.3, 1.0])
-    bad = rng.choice((*INVALID_IDS, dims.E), shape)
-    return np.where(rng.random(shape) < invalid, bad, idx).astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("dims", "rank", "steps"))
@@ -73,25 +46,26 @@ def kernel_plan(idx: np.ndarray, dims: Dims, rank: int, steps: tuple[Step, ...])
 @pytest.mark.parametrize("seed", range(NUM_ROUTINGS))
 def test_kernel_equals_twin(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    dims = random_dims(rng)
-    rank = int(rng.integers(dims.R))
-    steps = backward_steps(dims) if rng.random() < 0.5 else forward_steps(dims)
-    idx = random_routing(rng, dims)
-    want = make_plan(idx, dims, rank, steps)
+    case = random_case(rng, max_tokens=3000)
+    want = case.plan()
     dirty_memory(4 * sum(a.nbytes for a in want))
-    got = kernel_plan(idx, dims, rank, steps)
+    got = kernel_plan(case.expert_idx, case.dims, case.rank, case.steps)
     for name, g, w in zip(Plan._fields, got, want, strict=True):
-        np.testing.assert_array_equal(g, w, err_msg=f"{name}, rank {rank} of {dims}")
+        np.testing.assert_array_equal(g, w, err_msg=f"{name}, rank {case.rank} of {case.dims}")
 
 
 # The benchmark's shape, and one with more waves in the backward than a block has threads.
 @pytest.mark.parametrize(("hidden", "intermediate"), [(2048, 768), (8192, 3072)])
 @pytest.mark.parametrize("backward", [False, True])
-def test_kernel_equals_twin_at_large_shapes(hidden: int, intermediate: int, backward: bool) -> None:
+@pytest.mark.parametrize("one_expert", [False, True])
+def test_kernel_equals_twin_at_large_shapes(
+    hidden: int, intermediate: int, backward: bool, one_expert: bool
+) -> None:
     dims = Dims(T=16384, K=8, E=128, R=1, H=hidden, I=intermediate)
     steps = backward_steps(dims) if backward else forward_steps(dims)
     scores = np.random.default_rng(0).random((1, dims.T, dims.E), np.float32)
     idx = np.argpartition(scores, dims.K, axis=-1)[..., : dims.K].astype(np.int32)
+    idx = np.full_like(idx, 77) if one_expert else idx
     got = kernel_plan(idx, dims, 0, steps)
     for name, g, w in zip(Plan._fields, got, make_plan(idx, dims, 0, steps), strict=True):
         np.testing.assert_array_equal(g, w, err_msg=name)

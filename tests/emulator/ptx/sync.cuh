@@ -45,7 +45,7 @@ inline void WaitForPreviousKernel() {}
 inline uint32_t ClusterRank() { return emulator::self->block->rank; }
 inline void ClusterSync() {
   emulator::Meet(*emulator::self->block->cluster,
-                 emulator::kClusterBlocks * emulator::kBlockThreads);
+                 emulator::kClusterBlocks * emulator::self->block->num_threads());
 }
 inline void BarrierArriveAt(uint32_t barrier, uint32_t rank) {
   emulator::BarrierAt(emulator::self->block->of_cluster[rank], barrier)->Arrive();
