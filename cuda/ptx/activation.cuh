@@ -13,9 +13,7 @@ namespace megamoe::ptx {
 
 constexpr float kLog2E = 1.44269504f;
 
-__device__ __forceinline__ float ExpOfMinusAbs(float x) {
-  return Exp2(-kLog2E * fabsf(x));
-}
+__device__ __forceinline__ float ExpOfMinusAbs(float x) { return Exp2(-kLog2E * fabsf(x)); }
 
 // 1 / (1 + t) for t in [0, 1]: 1 at 0 exactly, else within 3.6e-4, a fifth of half a bf16 step;
 // minimax of degree 4.
