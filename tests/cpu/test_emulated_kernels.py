@@ -63,6 +63,15 @@ def test_gradients_of_the_oracle_are_exact(size: tuple[int, ...], routing: str) 
         compare.assert_results_exact(Results(right.y, *found), right)
 
 
+def test_an_expert_of_more_than_a_group_of_tiles() -> None:
+    """2,400 rows, 19 tiles: its first rows go through all steps before its last ones begin."""
+    batch = oracle((1200, 2, 2, 64, 64), "one_expert")
+    right = cases.oracle_results(batch)
+    compare.assert_exact(emulated.forward(batch), right.y, "y")
+    found = emulated.backward(batch, multiprocessors=2)
+    compare.assert_results_exact(Results(right.y, *found), right)
+
+
 @pytest.mark.parametrize("of", ["dx", "dW"])
 def test_sums_are_float32(of: str) -> None:
     batch = sums_that_need_float32()[of]
