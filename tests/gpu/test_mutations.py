@@ -1,9 +1,7 @@
 """The suite's checks of the backward find seeded faults in the kernels.
 
-They need the test build of the extension (`make build DELAYS=ON`), which `make test-gpu` makes. Faults of
-ordering show only when events meet badly: of those it is said whether one was found.
-
-Each fault is a line of output as it comes: the checks with their times, and what found it.
+They need the test build of the extension (`make build DELAYS=ON`), which `make test-gpu` makes.
+Faults of ordering show only when events meet badly: of those it is said whether one was found.
 """
 
 import contextlib
