@@ -16,7 +16,10 @@ namespace megamoe {
 template <int kHalf>
 struct RecomputeProduct : TokenProduct<> {
   static __device__ __forceinline__ int NumKBlocks(const BackwardParams& p, const TileItem& item) {
-    return Tile(item) < NumGateUpTiles(p) ? p.H / kBlockK : 0;
+    // Of a wide item as its first block, whose last columns may exist when the peer's do not: each
+    // loads half of the rows for both.
+    const int n = item.is_wide ? item.n / 2 * 2 : item.n;
+    return 2 * n + kHalf < NumGateUpTiles(p) ? p.H / kBlockK : 0;
   }
   static __device__ __forceinline__ int Tile(const TileItem& item) { return 2 * item.n + kHalf; }
 
@@ -155,6 +158,7 @@ struct DgradDownStep : TokenStep {
     for (int part = 0; part < Parts::kParts; ++part) {
       const int chunk = 3 * part;
       const bool exists = Parts::Exists(p, item, part);
+      const float dw_before[2] = {dw[0], dw[1]};
       const uint32_t gate_up = stages.Next() + consumer * kPartBytes + Parts::ThreadBytes();
       uint32_t wh[4][4], du[4][4];
       staging.Open(chunk);
@@ -184,6 +188,10 @@ struct DgradDownStep : TokenStep {
         staging.Put(chunk, c, dg);
         // One group at a time, then two: more do not fit into the registers.
         if (part == 0 || c == 1) ptx::EndBlock();
+      }
+      if (!exists) {  // dh of such columns is 0, or NaN where dy is infinite
+        dw[0] = dw_before[0];
+        dw[1] = dw_before[1];
       }
       stages.Release();
       staging.Close(chunk);

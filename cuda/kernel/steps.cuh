@@ -3,7 +3,8 @@
 // A step is what one kind of item does. It names the products that it accumulates, in the order in
 // which their operands are loaded, and says what an item waits for, how its result is finished,
 // where it is stored and who is told. A product says how large it is and how its operands come into
-// a stage: 128 rows of A in two halves of 64, and kColumns columns of B in two halves.
+// a stage: 128 rows of A in two halves of 64, and kColumns columns of B in two halves. Both blocks
+// of an item have the same number of K-blocks: each fills stages of the other.
 #pragma once
 
 #include "pipeline/products.cuh"

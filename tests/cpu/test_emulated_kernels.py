@@ -25,6 +25,8 @@ CASES = (
     ((40, 2, 4, 64, 64), "nothing"),
     ((6, 1, 2, 4160, 64), "distinct"),
     ((6, 4, 4, 1088, 64), "distinct"),
+    ((140, 2, 3, 64, 320), "distinct"),
+    ((20, 2, 4, 64, 384), "distinct"),
 )
 IDS = [f"{size}-{routing}" for size, routing in CASES]
 # What the kernels round, besides the weights' gradients.
@@ -161,6 +163,19 @@ def test_nan_stays_with_its_token_and_its_experts() -> None:
     for a, b in zip(weights, clean[2:], strict=True):
         compare.assert_bitwise(a[others], b[others])
         assert np.isnan(a[batch.expert_idx[0]]).any(axis=(1, 2)).all()
+
+
+@pytest.mark.parametrize("intermediate", [64, 256, 384])
+def test_dw_of_an_infinite_dy_is_infinite(intermediate: int) -> None:
+    """With all factors positive; columns of a tile behind I add nothing, not inf * 0."""
+    batch = normal((1, 1, 1, 64, intermediate), "one_expert")
+    positive = {f: abs(getattr(batch, f)) for f in ("x", "dy", "w_gate", "w_up", "w_down")}
+    positive["dy"][0, 0] = np.inf
+    batch = batch._replace(**positive)
+    _, kept = emulated.forward_keeping(batch)
+    for gate_up in (None, kept):
+        _, dw, *_ = emulated.backward(batch, gate_up=gate_up)
+        assert dw[0, 0] == np.inf
 
 
 def test_weights_that_are_not_finite_do_not_come_back_through_pads() -> None:
