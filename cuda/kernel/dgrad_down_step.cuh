@@ -75,9 +75,7 @@ struct DgradDownStep : TokenStep {
   using Before = std::conditional_t<kKeptGateUp, ProductList<>,
                                     ProductList<RecomputeProduct<0>, RecomputeProduct<1>>>;
   using Result = DgradDownProduct;
-  using Products =
-      std::conditional_t<kKeptGateUp, ProductList<DgradDownProduct, Parts>,
-                         ProductList<RecomputeProduct<0>, RecomputeProduct<1>, Result, Parts>>;
+  using Products = typename Before::template With<Result, Parts>;
   static constexpr bool kHasFinish = true;
   static constexpr bool kMakesGateUp = !kKeptGateUp;
   static constexpr int kStep = 0;

@@ -89,7 +89,6 @@ template <ptx::Major kB = ptx::Major::kMN>
 struct TokenProduct {
   static constexpr int kColumns = 256;
   static constexpr bool kIsMultiplied = true;
-  static constexpr bool kIsMadeHere = false;
   static constexpr bool kIsOfRows = false;
   static constexpr ptx::Major kMajorA = ptx::Major::kK;
   static constexpr ptx::Major kMajorB = kB;

@@ -33,7 +33,6 @@ struct F32Gradients {
 struct RowsProduct {
   static constexpr int kColumns = 256;
   static constexpr bool kIsMultiplied = true;
-  static constexpr bool kIsMadeHere = false;
   static constexpr bool kIsOfRows = true;
   static constexpr ptx::Major kMajorA = ptx::Major::kMN;
   static constexpr ptx::Major kMajorB = ptx::Major::kMN;

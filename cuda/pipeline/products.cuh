@@ -5,7 +5,9 @@ namespace megamoe {
 
 template <typename... All>
 struct ProductList {
-  static constexpr int kCount = sizeof...(All);
+  // These and more behind them.
+  template <typename... More>
+  using With = ProductList<All..., More...>;
 
   // K-blocks of all of them together.
   template <typename Params, typename Item>

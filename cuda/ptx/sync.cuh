@@ -161,17 +161,6 @@ __device__ __forceinline__ uint32_t FetchIncrement(uint32_t* word) {
   return old;
 }
 
-// ---- 16 bytes of global memory, in the order of the program with the thread's other accesses ----
-
-__device__ __forceinline__ uint4 LoadVector(const uint4* from) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
-}
-
 // ---- 16 bytes of global memory that nobody reads soon again: the first to leave the caches ----
 
 __device__ __forceinline__ uint4 LoadStreaming(const uint4* from) {

@@ -140,8 +140,8 @@ class LoadRole {
   __device__ __forceinline__ void LoadBlocks(const TileItem& item, int from, int to, int* before) {
     const int num_k_blocks = Product::NumKBlocks(p_, item);
     const int end = min(to - *before, num_k_blocks);
-    if constexpr (Product::kIsMadeHere) {
-      if (from <= *before && *before < to) {
+    if constexpr (!Product::kIsMultiplied) {
+      if (Product::kIsMadeHere && from <= *before && *before < to) {
         ptx::BarrierWait(AddressOf(shared_.gate_up_made, 0), made_.parity());
         made_.Advance();
       }

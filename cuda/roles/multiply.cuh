@@ -147,10 +147,10 @@ class MultiplyRole {
   };
 
   // Calls meanwhile(k) when the products of K-block k have been issued.
-  template <typename Product, int kAccumulators, typename F = Nothing>
-  __device__ __forceinline__ void Multiply(float (&acc)[kAccumulators], const TileItem& item,
+  template <typename Product, typename F = Nothing>
+  __device__ __forceinline__ void Multiply(float (&acc)[128], const TileItem& item,
                                            F meanwhile = {}) {
-    static_assert(kAccumulators * 2 == Product::kColumns);
+    static_assert(2 * 128 == Product::kColumns);
     constexpr auto kA = Product::kMajorA;
     constexpr auto kB = Product::kMajorB;
     const auto multiply = [&](uint32_t stage, int i, bool accumulate) {
@@ -201,9 +201,9 @@ class MultiplyRole {
   // Calls issue(address of the stage, k) for each K-block. The products of one block are on their
   // way while those of the next are issued; those of the last one still are at the end. Returns its
   // stage.
-  template <int kAccumulators, typename F, typename G>
-  __device__ __forceinline__ uint32_t ForEachStage(float (&acc)[kAccumulators], int num_k_blocks,
-                                                   F issue, G meanwhile) {
+  template <typename F, typename G>
+  __device__ __forceinline__ uint32_t ForEachStage(float (&acc)[128], int num_k_blocks, F issue,
+                                                   G meanwhile) {
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
@@ -226,8 +226,8 @@ class MultiplyRole {
 
   // Issues products as one group, then calls meanwhile(); all products before the group are then
   // complete in this warp.
-  template <int kAccumulators, typename F, typename G>
-  __device__ __forceinline__ void IssueProducts(float (&acc)[kAccumulators], F issue, G meanwhile) {
+  template <typename F, typename G>
+  __device__ __forceinline__ void IssueProducts(float (&acc)[128], F issue, G meanwhile) {
     ptx::PinRegisters(acc);
     ptx::WgmmaFence();
     issue();
@@ -237,8 +237,7 @@ class MultiplyRole {
     ptx::WgmmaWait<1>();
   }
 
-  template <int kAccumulators>
-  __device__ __forceinline__ void EndProducts(float (&acc)[kAccumulators], uint32_t last_stage) {
+  __device__ __forceinline__ void EndProducts(float (&acc)[128], uint32_t last_stage) {
     ptx::WgmmaWait<0>();
     ptx::PinRegisters(acc);
     ReleaseStage(last_stage);

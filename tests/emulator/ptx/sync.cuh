@@ -72,7 +72,6 @@ inline uint32_t LoadRelaxed(const uint32_t* flag) { return *flag; }
 inline void AddRelease(uint32_t* flag, uint32_t value) { *flag += value; }
 inline uint32_t FetchIncrement(uint32_t* word) { return atomicAdd(word, 1); }
 
-inline uint4 LoadVector(const uint4* from) { return *from; }
 inline uint4 LoadStreaming(const uint4* from) { return *from; }
 inline void StoreStreaming(uint4* to, uint4 v) { *to = v; }
 
