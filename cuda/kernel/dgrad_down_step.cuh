@@ -27,18 +27,14 @@ struct RecomputeProduct : TokenProduct<> {
   static __device__ __forceinline__ void LoadRows(const BackwardMaps& maps, const BackwardParams&,
                                                   const TileItem& item, int half, int k,
                                                   uint32_t to, uint32_t barrier) {
-    LoadBox<kForBoth>(to, maps.x, barrier, ptx::kEvictNormal, k * kBlockK,
-                      item.row + half * kConsumerRows);
+    LoadPoolRows<kForBoth>(maps.x, item, half, k, to, barrier);
   }
-  // 128 columns of gate, or those of up.
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const BackwardMaps& maps,
                                                      const BackwardParams& p, const TileItem& item,
                                                      int half, int k, uint32_t to,
                                                      uint32_t barrier) {
-    const CUtensorMap& map = half == 0 ? maps.w_gate : maps.w_up;
-    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictLast, 0, item.expert * p.H + k * kBlockK,
-                      Tile(item) * 2);
+    LoadGateOrUp<kForBoth>(maps, p, item, Tile(item), half, k, to, barrier);
   }
 };
 
@@ -51,8 +47,7 @@ struct DgradDownProduct : TokenProduct<ptx::Major::kK> {
   static __device__ __forceinline__ void LoadRows(const BackwardMaps& maps, const BackwardParams&,
                                                   const TileItem& item, int half, int k,
                                                   uint32_t to, uint32_t barrier) {
-    LoadBox<kForBoth>(to, maps.dy, barrier, ptx::kEvictNormal, k * kBlockK,
-                      item.row + half * kConsumerRows);
+    LoadPoolRows<kForBoth>(maps.dy, item, half, k, to, barrier);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const BackwardMaps& maps,

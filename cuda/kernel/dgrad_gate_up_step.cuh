@@ -20,8 +20,7 @@ struct DgradGateUpProduct : TokenProduct<ptx::Major::kK> {
                                                   uint32_t to, uint32_t barrier) {
     const int of_up = k - p.I / kBlockK;
     const CUtensorMap& map = of_up < 0 ? maps.dg : maps.du;
-    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictNormal, (of_up < 0 ? k : of_up) * kBlockK,
-                      item.row + half * kConsumerRows);
+    LoadPoolRows<kForBoth>(map, item, half, of_up < 0 ? k : of_up, to, barrier);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const BackwardMaps& maps,

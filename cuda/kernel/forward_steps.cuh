@@ -20,18 +20,14 @@ struct GateUpProduct : TokenProduct<> {
   static __device__ __forceinline__ void LoadRows(const ForwardMaps& maps, const ForwardParams&,
                                                   const TileItem& item, int half, int k,
                                                   uint32_t to, uint32_t barrier) {
-    LoadBox<kForBoth>(to, maps.pool, barrier, ptx::kEvictNormal, k * kBlockK,
-                      item.row + half * kConsumerRows);
+    LoadPoolRows<kForBoth>(maps.pool, item, half, k, to, barrier);
   }
-  // 128 columns of gate, or those of up.
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const ForwardMaps& maps,
                                                      const ForwardParams& p, const TileItem& item,
                                                      int half, int k, uint32_t to,
                                                      uint32_t barrier) {
-    const CUtensorMap& map = half == 0 ? maps.w_gate : maps.w_up;
-    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictLast, 0, item.expert * p.H + k * kBlockK,
-                      item.n * 2);
+    LoadGateOrUp<kForBoth>(maps, p, item, item.n, half, k, to, barrier);
   }
 };
 
@@ -118,8 +114,7 @@ struct DownProduct : TokenProduct<> {
   static __device__ __forceinline__ void LoadRows(const ForwardMaps& maps, const ForwardParams&,
                                                   const TileItem& item, int half, int k,
                                                   uint32_t to, uint32_t barrier) {
-    LoadBox<kForBoth>(to, maps.h, barrier, ptx::kEvictNormal, k * kBlockK,
-                      item.row + half * kConsumerRows);
+    LoadPoolRows<kForBoth>(maps.h, item, half, k, to, barrier);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const ForwardMaps& maps,

@@ -27,6 +27,24 @@ __device__ __forceinline__ void LoadBox(uint32_t stage, const CUtensorMap& map, 
   }
 }
 
+// 64 rows of a tile of pool rows, of K-block k.
+template <bool kForBoth>
+__device__ __forceinline__ void LoadPoolRows(const CUtensorMap& map, const TileItem& item, int half,
+                                             int k, uint32_t to, uint32_t barrier) {
+  LoadBox<kForBoth>(to, map, barrier, ptx::kEvictNormal, k * kBlockK,
+                    item.row + half * kConsumerRows);
+}
+
+// Of tile `tile` of gate and up, 128 columns of gate, or those of up.
+template <bool kForBoth, typename Maps>
+__device__ __forceinline__ void LoadGateOrUp(const Maps& maps, const LayerParams& p,
+                                             const TileItem& item, int tile, int half, int k,
+                                             uint32_t to, uint32_t barrier) {
+  const CUtensorMap& map = half == 0 ? maps.w_gate : maps.w_up;
+  LoadBox<kForBoth>(to, map, barrier, ptx::kEvictLast, 0, item.expert * p.H + k * kBlockK,
+                    tile * 2);
+}
+
 __device__ __forceinline__ int NumGateUpTiles(const LayerParams& p) { return NumGateUpTiles(p.I); }
 __device__ __forceinline__ int NumDgradDownTiles(const LayerParams& p) {
   return NumDgradDownTiles(p.I);

@@ -3,8 +3,7 @@
 // reads      the plan's items; the operands of each item's products (TMA)
 // writes     items and stages in shared memory, of both blocks of the pair
 // waits on   item_empty, item_full, stage_empty, gate_up_made; Step::Input of the item: items that
-// were claimed
-//            earlier, or rows that dispatch warps copy without waiting for anybody
+//            were claimed earlier, or rows that dispatch warps copy without waiting for anybody
 // signals    item_full, item_empty, stage_full
 // threads    one warp of each block, all lanes converged; one lane issues. The first block's warp
 //            claims the items for both.
