@@ -55,6 +55,7 @@ bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-
 	done
 	'$(PY)' benchmarks/layer.py --out benchmarks/results/layer.json --png docs/layer.png $(ARGS)
 	'$(PY)' benchmarks/layer.py --set cliffs --out benchmarks/results/cliffs.json
+	'$(PY)' benchmarks/training.py --out benchmarks/results/training.json --png docs/training.png
 
 .PHONY: lint lint-python lint-types lint-cpp
 lint: lint-python lint-types lint-cpp ## ruff, pyright, clang-format

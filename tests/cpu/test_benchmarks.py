@@ -11,9 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-layer, _implementations, _record, _report, _shapes, _timing, _trace = map(
+layer, training, _implementations, _record, _report, _shapes, _timing, _trace = map(
     importlib.import_module,
-    ("layer", "_implementations", "_record", "_report", "_shapes", "_timing", "_trace"),
+    ("layer", "training", "_implementations", "_record", "_report", "_shapes", "_timing", "_trace"),
 )
 
 TINY = _shapes.Shape("tiny", T=24, K=2, E=4, H=16, I=8, peers=("lax_ragged_dot",))
@@ -237,3 +237,20 @@ def test_trace_kinds_are_those_of_the_kernel() -> None:
     }
     wait = f"kTraceWait = {_trace.WAIT};"
     assert wait in (ROOT / "cuda" / "shared" / "trace.h").read_text()
+
+
+def test_two_training_runs_are_held_beside_each_other(tmp_path: Path) -> None:
+    right = np.linspace(5, 2, 40)
+    losses = right.copy()
+    losses[6] *= 0.97
+    losses[-training.LAST :] += 0.01
+    apart = training.differences(losses, right)
+    assert (apart["largest"], apart["at_step"]) == (pytest.approx(0.03), 7)
+    assert apart["of_last_20"] == pytest.approx(0.01 / right[-20:].mean())
+    # 1,000 tokens at 10 a ms, but for steps that wait for a compiler.
+    rates = np.full(40, 10_000.0)
+    rates[:20] = 1.0
+    run = {"train_loss": losses, "tokens_per_s": rates}
+    assert training.record("cuda", run, 1000)["step_ms"] == 100
+    training.draw(tmp_path / "curves.png", [losses, right])
+    assert (tmp_path / "curves.png").stat().st_size > 1000
