@@ -48,21 +48,23 @@ def num_errors(output: str) -> int:
     return int(summaries[0])
 
 
-def assert_clean(tool: str, programs: str, *, num_calls: int, timeout_s: float) -> None:
-    """Runs program "tiny" of the module `programs` under the tool, which must find nothing.
+def assert_clean(
+    tool: str, programs: str, program: str, *, num_calls: int, timeout_s: float
+) -> None:
+    """Runs a program of the module `programs` under the tool, which must find nothing.
 
     XLA's arrays are allocations of their own, so that the tool knows where each ends.
     """
     result = run_on_gpu(
         "-m",
         programs,
-        "tiny",
+        program,
         under=command(tool),
         timeout_s=timeout_s,
         XLA_PYTHON_CLIENT_ALLOCATOR="platform",
     )
     output = result.stdout + result.stderr
     assert num_errors(output) == 0, output
-    program = [line for line in result.stdout.splitlines() if not line.startswith("=")]
+    printed = [line for line in result.stdout.splitlines() if not line.startswith("=")]
     assert result.returncode == 0, output
-    assert counted("\n".join(program)) == {"calls": num_calls}
+    assert counted("\n".join(printed)) == {"calls": num_calls}

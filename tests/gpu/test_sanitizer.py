@@ -11,12 +11,25 @@ from tests.cases import ROUTINGS
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "synccheck", "initcheck"])
+FORWARD = ("tests.forward_programs", 3, 90)
+BACKWARD = ("tests.backward_programs", 2, 180)
+
+
 @pytest.mark.parametrize(
-    ("programs", "num_sizes", "timeout_s"),
-    [("tests.forward_programs", 3, 90), ("tests.backward_programs", 2, 180)],
+    ("tool", "program", "of"),
+    [
+        ("memcheck", "tiny", FORWARD),
+        ("synccheck", "tiny", FORWARD),
+        ("initcheck", "tiny", FORWARD),
+        ("memcheck", "tiny", BACKWARD),
+        ("synccheck", "tiny", BACKWARD),
+        # dx of the rows is written by TMA stores of tensors alone, which initcheck does not see; in
+        # the forward the dispatch has written where o lies. NaN in all memory shows what it would.
+        ("initcheck", "tiny_without_sums", BACKWARD),
+    ],
 )
-def test_clean(programs: str, num_sizes: int, timeout_s: float, tool: str) -> None:
+def test_clean(tool: str, program: str, of: tuple[str, int, float]) -> None:
+    programs, num_sizes, timeout_s = of
     # Each size fused and in parts.
     num_calls = 2 * num_sizes * len(ROUTINGS)
-    sanitizer.assert_clean(tool, programs, num_calls=num_calls, timeout_s=timeout_s)
+    sanitizer.assert_clean(tool, programs, program, num_calls=num_calls, timeout_s=timeout_s)
