@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -88,10 +89,10 @@ def tiny() -> None:
 
 
 def tiny_without_sums() -> None:
-    """The same but for dx and dw: for a checker that does not see what TMA stores, which is what
-    the sums read."""
+    """The same without the sums, and nobody looks at the results: for a checker that does not see
+    what TMA stores of tensors write."""
     unfused = tuple(part for part in _ffi.BACKWARD_UNFUSED if part != COMBINE)
-    _small_calls(((sum(unfused),), unfused), NAMES[2:])
+    _small_calls(((sum(unfused),), unfused), ())
 
 
 def _small_calls(all_launches: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
@@ -111,7 +112,7 @@ def _small_calls(all_launches: Sequence[tuple[int, ...]], names: Sequence[str]) 
             right = cases.oracle_results(batch)
             for launches in all_launches:
                 results = launched(*operands(batch, dtype), dims=dims_of(batch), launches=launches)
-                found = dict(zip(NAMES, results, strict=True))
+                found = dict(zip(NAMES, jax.block_until_ready(results), strict=True))
                 for name in names:
                     compare.assert_exact(found[name], getattr(right, name), name)
                 num_calls += 1

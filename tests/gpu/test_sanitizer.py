@@ -23,8 +23,9 @@ BACKWARD = ("tests.backward_programs", 2, 180)
         ("initcheck", "tiny", FORWARD),
         ("memcheck", "tiny", BACKWARD),
         ("synccheck", "tiny", BACKWARD),
-        # dx of the rows is written by TMA stores of tensors alone, which initcheck does not see; in
-        # the forward the dispatch has written where o lies. NaN in all memory shows what it would.
+        # initcheck does not see what TMA stores of tensors write: dx of the rows, which the sums
+        # read, and dW. In the forward the dispatch has written where o lies. That nothing reads
+        # what nobody wrote is shown by NaN in all memory.
         ("initcheck", "tiny_without_sums", BACKWARD),
     ],
 )
