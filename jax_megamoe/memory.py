@@ -216,11 +216,11 @@ def plan_results(dims: Dims, steps: Sequence[Step]) -> list[ArraySize]:
 
 
 def _num_counters(pool_rows: int) -> int:
-    """As NumCounters of cuda/host/layer.cc: 3 claims in 32 words each, 3 flags a tile.
+    """As NumCounters of cuda/host/layer.cc: 4 claims in 32 words each, 3 flags a tile.
 
     The backward has one more an expert.
     """
-    return 3 * 32 + 3 * (pool_rows // TILE_ROWS)
+    return 4 * 32 + 3 * (pool_rows // TILE_ROWS)
 
 
 def check_fits(dims: Dims, keep_gate_up: bool = False) -> None:

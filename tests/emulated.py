@@ -1,7 +1,9 @@
 """The kernels on an emulated machine, for tests without a GPU.
 
 tests/emulator/ says what is emulated and what is not. The kernels of both passes get the plan of
-`plan.make_plan`; those of the plan run on their own.
+`plan.make_plan`; those of the plan run on their own. With ranks=R a batch is that of R ranks, tokens
+and experts in equal shares, whose kernels run at once, on a device each; results are those of all,
+one rank behind another.
 """
 
 import contextlib
@@ -33,6 +35,8 @@ from tests.cases import BF16, F32, Batch
 
 ROOT = Path(__file__).resolve().parents[1]
 # By program, what it needs of cuda/host.
+# The part of cuda/shared/part.h that only several ranks have.
+FINISH = 512
 HOST_SOURCES = {"main": ("backward", "forward", "layer", "tensor_map"), "plan": ()}
 
 
@@ -121,16 +125,18 @@ def plan(
     return Plan(*arrays)
 
 
-def forward(batch: Batch, **options: Any) -> np.ndarray:
-    """y [T, H], bf16; options as for `_run`."""
-    dims = _dims_of(batch)
+def forward(batch: Batch, *, ranks: int = 1, **options: Any) -> np.ndarray:
+    """y [R T, H], bf16; options as for `_run`."""
+    dims = _dims_of(batch, ranks)
     (y,) = _run(batch, dims, forward_steps(dims), [((dims.T, dims.H), BF16)], False, **options)
     return y
 
 
-def forward_keeping(batch: Batch, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """y and what save="gate_up" keeps, bf16 [P, 2I]; options as for `_run`."""
-    dims = _dims_of(batch)
+def forward_keeping(
+    batch: Batch, *, ranks: int = 1, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """y and what save="gate_up" keeps, bf16 [R P, 2I]; options as for `_run`."""
+    dims = _dims_of(batch, ranks)
     kept = gate_up_array(dims)
     results = [((dims.T, dims.H), BF16), (kept.shape, kept.dtype)]
     y, gate_up = _run(batch, dims, forward_steps(dims), results, False, keep=True, **options)
@@ -140,6 +146,7 @@ def forward_keeping(batch: Batch, **options: Any) -> tuple[np.ndarray, np.ndarra
 def backward(
     batch: Batch,
     *,
+    ranks: int = 1,
     weight_dtype: np.dtype = BF16,
     trainable: bool = True,
     gate_up: np.ndarray | None = None,
@@ -149,20 +156,21 @@ def backward(
 
     gate_up: what `forward_keeping` kept; None: g and u are computed again.
     """
-    dims = _dims_of(batch)
+    dims = _dims_of(batch, ranks)
     results = [((dims.T, dims.H), BF16), ((dims.T, dims.K), F32)]
     if trainable:
         weights = (batch.w_gate, batch.w_up, batch.w_down)
-        results += [(w.shape, weight_dtype) for w in weights]
+        results += [((dims.experts_per_rank, *w.shape[1:]), weight_dtype) for w in weights]
     steps = backward_steps(dims, trainable_experts=trainable)
     kept = {"keep": gate_up is not None, "kept": () if gate_up is None else (gate_up,)}
     return _run(batch, dims, steps, results, True, **kept, **options)
 
 
-def _dims_of(batch: Batch) -> Dims:
+def _dims_of(batch: Batch, ranks: int) -> Dims:
     (tokens, hidden), choices = batch.x.shape, batch.expert_idx.shape[1]
     experts, _, intermediate = batch.w_gate.shape
-    return Dims(T=tokens, K=choices, E=experts, R=1, H=hidden, I=intermediate)
+    assert tokens % ranks == 0 and experts % ranks == 0
+    return Dims(T=tokens // ranks, K=choices, E=experts, R=ranks, H=hidden, I=intermediate)
 
 
 def _run(
@@ -179,32 +187,35 @@ def _run(
     seed: int = 0,
     has_failed: bool = False,
 ) -> list[np.ndarray]:
-    """Runs one call.
+    """Runs one call on every rank.
 
     Args:
+      results: of one rank.
       keep: the kernels of save="gate_up". kept: what they take.
       launches: as for the custom calls; None: fused.
-      multiprocessors: the blocks of the kernel, all resident.
+      multiprocessors: the blocks of a device's kernel, all resident.
       seed: of the order in which everything happens.
       has_failed: every wait gives up soon, as after the first one of a call that did.
+
+    Returns:
+      Each result of all ranks, one behind another.
     """
-    made = make_plan(batch.expert_idx[None], dims, 0, steps)
+    ids = batch.expert_idx.reshape(dims.R, dims.T, dims.K).astype(np.int32)
+    plans = [make_plan(ids, dims, rank, steps) for rank in range(dims.R)]
     if launches is None:
-        launches = _ffi.BACKWARD_FUSED if is_backward else _ffi.FUSED
+        (parts,) = _ffi.BACKWARD_FUSED if is_backward else _ffi.FUSED
+        launches = (parts | (FINISH if dims.R > 1 else 0),)
     is_float = results[-1][1] == F32
-    header = [dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks, len(made.row_slot)]
-    header += [len(made.items), len(made.waves), is_backward, len(steps), is_float, keep]
-    header += [
-        multiprocessors,
-        seed,
-        has_failed,
-        _fault,
-        len(launches),
-        *launches,
-        *[0] * (8 - len(launches)),
-    ]
+    sizes = [len(plans[0].row_slot), len(plans[0].items), len(plans[0].waves)]
+    header = [dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks, *sizes]
+    header += [is_backward, len(steps), is_float, keep]
+    header += [multiprocessors, seed, has_failed, _fault, len(launches)]
+    header += [*launches, *[0] * (8 - len(launches))]
+    arrays = [np.array(header, np.int32), ids, batch.expert_weight.astype(F32)]
     weights = [a.astype(BF16) for a in (batch.w_gate, batch.w_up, batch.w_down)]
-    arrays = [np.array(header, np.int32), *made, batch.expert_idx.astype(np.int32)]
-    arrays += [batch.expert_weight.astype(F32), batch.x.astype(BF16), *weights]
-    arrays += [batch.dy.astype(BF16), *kept] if is_backward else []
-    return _split(_output("main", arrays), results)
+    operands = [batch.x.astype(BF16), *weights]
+    operands += [batch.dy.astype(BF16), *kept] if is_backward else []
+    for rank, plan in enumerate(plans):
+        arrays += [*plan, *(np.split(a, dims.R)[rank] for a in operands)]
+    found = _split(_output("main", arrays), results * dims.R)
+    return [np.concatenate(found[i :: len(results)]) for i in range(len(results))]

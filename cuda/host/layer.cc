@@ -35,9 +35,10 @@ LayerParams ParamsOf(const LayerCall& c) {
   params.wait = c.wait;
   params.plan = c.plan_arrays;
   params.counters = {c.counters, c.counters + kClaimStride, c.counters + 2 * kClaimStride,
-                     TileCounters(c, 0)};
+                     c.counters + 3 * kClaimStride, TileCounters(c, 0)};
   params.expert_idx = c.expert_idx;
   params.expert_weight = c.expert_weight;
+  params.peers = c.peers;
   params.trace = c.trace;
   return params;
 }

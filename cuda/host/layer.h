@@ -19,8 +19,9 @@ struct LayerCall {
   int I;
   int num_blocks;  // B of the summation tree
   int64_t pool_rows;
-  const int32_t* expert_idx;   // [T, K]
-  const float* expert_weight;  // [T, K]
+  const int32_t* expert_idx;   // [R, T, K]
+  const float* expert_weight;  // [R, T, K]
+  Peers peers;                 // with more than one rank
   uint32_t* counters;          // see TileCounters
   const int64_t* launches;     // the parts (shared/part.h) of each
   int64_t num_launches;

@@ -4,6 +4,7 @@
 #include "comm/wait.cuh"
 #include "kernel/dgrad_down_step.cuh"
 #include "kernel/dgrad_gate_up_step.cuh"
+#include "kernel/token_sums.cuh"
 #include "kernel/wgrad_steps.cuh"
 #include "pipeline/mutation.cuh"
 #include "shared/backward.h"
@@ -11,8 +12,9 @@
 namespace megamoe {
 
 // Gradients: how those of the weights are stored. kTakesGateUp: the forward has kept g and u.
-template <typename Gradients, bool kTakesGateUp>
-struct BackwardSteps {
+// kWithPeers: as in the forward.
+template <typename Gradients, bool kTakesGateUp, bool kWithPeers = false>
+struct BackwardSteps : TokenSums<kWithPeers, BackwardParams> {
   using Params = BackwardParams;
   using Maps = BackwardMaps;
   using DgradDown = DgradDownStep<kTakesGateUp>;
@@ -42,8 +44,8 @@ struct BackwardSteps {
 
   static constexpr int kDispatched = 2;
   static constexpr bool kZeroPads = true;
-  static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int i) {
-    return i == 0 ? p.x : p.dy;
+  static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int i, int token) {
+    return BackwardSteps::RowOf(p, i == 0 ? p.x : p.dy, i == 0 ? p.peers.x : p.peers.dy, token);
   }
   static __device__ __forceinline__ uint4* DispatchTo(const Params& p, int i) {
     return i == 0 ? p.x_pool : p.dy_pool;
@@ -58,6 +60,9 @@ struct BackwardSteps {
   }
   static __device__ __forceinline__ const uint4* Rows(const Params& p) { return p.dx_pool; }
   static __device__ __forceinline__ uint4* Sums(const Params& p) { return p.dx; }
+  static __device__ __forceinline__ uint4* SumsOf(const Params& p, int token) {
+    return BackwardSteps::SumsRow(p, p.dx, token);
+  }
   static __device__ __forceinline__ float Weight(const Params& p, int slot) {
     return HasFault(SeededFault::kDxWeighted) ? p.expert_weight[slot] : 1;
   }
@@ -69,7 +74,16 @@ struct BackwardSteps {
     if (row >= 0) {
       for (int n = 0; n < num_tiles; ++n) dw += partial[n];
     }
-    p.dw[slot] = dw;
+    if constexpr (kWithPeers) {
+      const int of_rank = p.dims.T * p.dims.K;
+      if (row >= 0) p.peers.dw[slot / of_rank][slot % of_rank] = dw;
+    } else {
+      p.dw[slot] = dw;
+    }
+  }
+  // dw of a route of this rank's tokens, which its owner has sent.
+  static __device__ __forceinline__ void TakeRoute(const Params& p, int slot, bool is_route) {
+    p.dw[slot] = is_route ? p.peers.dw[p.wait.rank][slot] : 0;
   }
 };
 

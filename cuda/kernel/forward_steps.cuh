@@ -6,6 +6,7 @@
 #include "comm/wait.cuh"
 #include "kernel/gate_up.cuh"
 #include "kernel/steps.cuh"
+#include "kernel/token_sums.cuh"
 #include "ptx/activation.cuh"
 #include "shared/forward.h"
 
@@ -158,8 +159,9 @@ struct DownStep : TokenStep {
 };
 
 // What the roles need to know of the forward. kKeepsGateUp: it stores g and u for the backward.
-template <bool kKeepsGateUp>
-struct ForwardSteps {
+// kWithPeers: of the experts other ranks have a share.
+template <bool kKeepsGateUp, bool kWithPeers = false>
+struct ForwardSteps : TokenSums<kWithPeers, ForwardParams> {
   using Params = ForwardParams;
   using Maps = ForwardMaps;
   using GateUp = std::conditional_t<kKeepsGateUp, KeepingGateUpStep, PlainGateUpStep>;
@@ -186,7 +188,9 @@ struct ForwardSteps {
 
   static constexpr int kDispatched = 1;
   static constexpr bool kZeroPads = false;
-  static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int) { return p.x; }
+  static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int, int token) {
+    return ForwardSteps::RowOf(p, p.x, p.peers.x, token);
+  }
   static __device__ __forceinline__ uint4* DispatchTo(const Params& p, int) { return p.pool; }
   // What is kept behind the last tile, a warp's share of it.
   static __device__ __forceinline__ void ZeroUnused(const Params& p, int warp, int num_warps) {
@@ -208,10 +212,14 @@ struct ForwardSteps {
   }
   static __device__ __forceinline__ const uint4* Rows(const Params& p) { return p.pool; }
   static __device__ __forceinline__ uint4* Sums(const Params& p) { return p.y; }
+  static __device__ __forceinline__ uint4* SumsOf(const Params& p, int token) {
+    return ForwardSteps::SumsRow(p, p.y, token);
+  }
   static __device__ __forceinline__ float Weight(const Params& p, int slot) {
     return p.expert_weight[slot];
   }
   static __device__ __forceinline__ void FinishRoute(const Params&, int, int) {}
+  static __device__ __forceinline__ void TakeRoute(const Params&, int, bool) {}
 };
 
 }  // namespace megamoe

@@ -7,6 +7,7 @@
 #include "pipeline/shared_memory.cuh"
 #include "roles/combine.cuh"
 #include "roles/dispatch.cuh"
+#include "roles/finish.cuh"
 #include "roles/load.cuh"
 #include "roles/multiply.cuh"
 #include "roles/store.cuh"
@@ -62,7 +63,11 @@ struct Skeleton {
         DispatchRole<Steps>(shared, p, comm_warp).Run();
         const int of_grid = blockIdx.x * kCombineWarps + comm_warp;
         const int num_warps = gridDim.x * kCombineWarps;
-        if (!HasFault(SeededFault::kUnroutedNotZeroed)) ZeroUnrouted<Steps>(p, of_grid, num_warps);
+        if constexpr (!Steps::kHasPeers) {
+          if (!HasFault(SeededFault::kUnroutedNotZeroed)) {
+            ZeroUnrouted<Steps>(p, of_grid, num_warps);
+          }
+        }
         Steps::ZeroUnused(p, of_grid, num_warps);
       }
       if (p.parts & kCombine) {
@@ -71,6 +76,14 @@ struct Skeleton {
                                             AddressOf(shared.batch_full, first))
             .Run();
       }
+      FinishOwn(p);
+    }
+  }
+
+  // Behind all that other ranks wait for.
+  static __device__ __forceinline__ void FinishOwn(const Params& p) {
+    if constexpr (Steps::kHasPeers) {
+      if (p.parts & kFinish) FinishRole<Steps>(p).Run();
     }
   }
 
@@ -89,6 +102,7 @@ struct Skeleton {
                                          AddressOf(shared.batch_full, kAllCombineBatches + first))
           .Run();
     }
+    FinishOwn(p);
   }
 };
 

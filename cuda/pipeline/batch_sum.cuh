@@ -54,6 +54,12 @@ struct BatchSum {
       for (int j = 0; j < kVector; ++j) v[i][j] += 0.0f;
     }
   }
+  // Four of the sums as they are.
+  __device__ __forceinline__ uint4 Word(int i, int half) const {
+    const float* four = v[i] + 4 * half;
+    return {__float_as_uint(four[0]), __float_as_uint(four[1]), __float_as_uint(four[2]),
+            __float_as_uint(four[3])};
+  }
   __device__ __forceinline__ uint4 Packed(int i) const {
     return {ptx::PackBf16(v[i][0], v[i][1]), ptx::PackBf16(v[i][2], v[i][3]),
             ptx::PackBf16(v[i][4], v[i][5]), ptx::PackBf16(v[i][6], v[i][7])};

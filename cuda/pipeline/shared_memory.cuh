@@ -61,9 +61,10 @@ struct alignas(16) Batch {
   };
 
   struct alignas(16) Shape {
-    uint64_t first;  // vector of the sums
-    int32_t columns;
-    uint32_t row_bytes;  // from one row to the next
+    uint4* to;  // of the sums
+    int16_t columns;
+    uint16_t row_bytes;  // from one row to the next
+    int32_t ended;       // the token, if this is its last batch, or -1
   };
 
   uint8_t rows[kBatchBytes];

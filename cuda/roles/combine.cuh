@@ -53,6 +53,9 @@ class CombineRole {
   }
 
  private:
+  // From one vector of the sums to the next: bf16 for their owner, float32 for another rank.
+  static constexpr int kSumWords = Steps::kHasPeers ? 2 : 1;
+
   // ---- tokens: claim -> place in the order -> routes, each a memory latency ahead of its use ----
 
   __device__ __forceinline__ void PrefetchToken() {
@@ -83,7 +86,7 @@ class CombineRole {
     route_.weight = Taken(next_weight_);
     PlaceRoutes();
     from_ = Steps::Rows(p_) + FirstVector(row_);
-    to_ = FirstVector(token_);
+    to_ = token_ >= 0 ? Steps::SumsOf(p_, token_) : nullptr;
     column_ = 0;
     PrefetchToken();
     is_ready_ = LookForRows();  // a memory latency, the same in which the next token comes
@@ -171,7 +174,9 @@ class CombineRole {
         __shfl_sync(kAllLanes, min(static_cast<int>(row_bytes_ / 2), p_.H - column_), 0);
     const unsigned vector = static_cast<unsigned>(column_) / kVector;
     if (lane_ == 0) {
-      batch.shape = {to_ + vector, columns, row_bytes_};
+      batch.shape = {to_ + vector * kSumWords, static_cast<int16_t>(columns),
+                     static_cast<uint16_t>(row_bytes_),
+                     column_ + columns == p_.H ? token_ : -1};
       ptx::BarrierArriveExpect(barrier, num_routes_ * columns * 2);
     }
     if (row_ >= 0) {
@@ -196,8 +201,8 @@ class CombineRole {
     ptx::BarrierWait(batch_full_ + sum_.index() * sizeof(uint64_t), sum_.parity());
     const Batch& batch = batches_[sum_.index()];
     const Batch::Shape shape = batch.shape;
-    uint4* const sums = Steps::Sums(p_) + shape.first + lane_;
-    Delay(DelaySite::kCombine, ~static_cast<uint32_t>(shape.first));
+    uint4* const sums = shape.to + lane_ * kSumWords;
+    Delay(DelaySite::kCombine, ~static_cast<uint32_t>(shape.ended));
     const uint32_t rows_address = ptx::SharedAddress(batch.rows) + lane_ * kVector * 2;
     int first = 0;
 #pragma unroll 1
@@ -208,12 +213,26 @@ class CombineRole {
 #pragma unroll
       for (int i = 0; i < kSumVectors; ++i) {
         const int column = first + i * kVectorStride;
-        if (column + lane_ * kVector < shape.columns) sums[column / kVector] = sum.Packed(i);
+        if (column + lane_ * kVector < shape.columns) {
+          uint4* const to = sums + column / kVector * kSumWords;
+          if constexpr (Steps::kHasPeers) {
+            to[0] = sum.Word(i, 0);
+            to[1] = sum.Word(i, 1);
+          } else {
+            to[0] = sum.Packed(i);
+          }
+        }
       }
       first += kSumColumns;
     } while (first < shape.columns);
-    // The batch is free for the next copy: every lane has read it.
+    // The batch is free for the next copy: every lane has read it. What they have written, of this
+    // batch and those before it, is released with the flag.
     __syncwarp();
+    if constexpr (Steps::kHasPeers) {
+      if (shape.ended >= 0 && lane_ == 0) {
+        ptx::StoreReleaseSystem(Steps::SumsDone(p_, shape.ended), p_.peers.epoch);
+      }
+    }
     sum_.Advance();
     --num_in_flight_;
   }
@@ -236,7 +255,7 @@ class CombineRole {
   bool is_ready_ = false;   // see RowsAreReady
   uint32_t row_bytes_ = 0;  // in a batch
   int column_ = 0;
-  uint64_t to_ = 0;  // the first vector of its sums
+  uint4* to_ = nullptr;  // the first of its sums
   // The lane's route: its pool row or -1, that row, its place in the order of the sum.
   int row_ = -1;
   const uint4* from_ = nullptr;

@@ -102,20 +102,18 @@ class DispatchRole {
     int slot = slots.TakeFirst();
     for (int row = first; slot >= 0; ++row) {
       const int next_slot = row + 1 < first + kRows ? slots.TakeFirst() : kNone;
-      const int64_t from = int64_t{slot / p_.dims.K} * p_.H;
+      const int token = slot / p_.dims.K;
       const int64_t to = int64_t{row} * p_.H;
 #pragma unroll
       for (int i = 0; i < Steps::kDispatched; ++i) {
         const bool ends_row = next_slot < 0 && i + 1 == Steps::kDispatched;
-        const uint4* source = Steps::DispatchFrom(p_, i);
-        if (HasFault(SeededFault::kDyOfChoices) && i > 0) {
-          source += (int64_t{slot % p_.dims.T} - slot / p_.dims.K) * p_.H / kVector;
-        }
+        const bool of_choices = HasFault(SeededFault::kDyOfChoices) && i > 0;
+        const uint4* from = Steps::DispatchFrom(p_, i, of_choices ? slot % p_.dims.T : token);
         uint4* const pool = Steps::DispatchTo(p_, i);
         for (int column = 0; column < p_.H; column += kPieceColumns) {
           const int columns = min(kPieceColumns, p_.H - column);
           const bool ends_claim = ends_row && column + columns == p_.H;
-          LoadPiece(source + (from + column) / kVector, pool + (to + column) / kVector, columns,
+          LoadPiece(from + column / kVector, pool + (to + column) / kVector, columns,
                     ends_claim ? tile : kNone);
         }
       }

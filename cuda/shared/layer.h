@@ -7,6 +7,7 @@
 
 #include "shared/fault.h"
 #include "shared/part.h"
+#include "shared/peers.h"
 #include "shared/plan.h"
 #include "shared/problem.h"
 #include "shared/trace.h"
@@ -35,9 +36,10 @@ struct LayerCounters {
   uint32_t* next_item;   // claimed items of the plan's list
   uint32_t* next_row;    // claimed pool rows of the dispatch
   uint32_t* next_token;  // claimed places of token_order
+  uint32_t* next_own;    // claimed tokens of this rank, with peers
   uint32_t* x_ready;     // [tiles]: rows that the dispatch has written, and pads
 };
-constexpr int kNumClaims = 3;
+constexpr int kNumClaims = 4;
 
 struct LayerParams {
   RoutingDims dims;
@@ -48,8 +50,9 @@ struct LayerParams {
   WaitContext wait;
   PlanArrays plan;
   LayerCounters counters;
-  const int32_t* expert_idx;   // [T, K]
-  const float* expert_weight;  // [T, K]
+  const int32_t* expert_idx;   // [R, T, K]
+  const float* expert_weight;  // [R, T, K]
+  Peers peers;                 // with more than one rank
   TraceBuffer trace;
 };
 

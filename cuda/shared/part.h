@@ -17,6 +17,7 @@ enum Part : uint32_t {
   kDgradGateUp = 64,
   kWgradDown = 128,
   kWgradGateUp = 256,
+  kFinish = 512,
 };
 
 }  // namespace megamoe

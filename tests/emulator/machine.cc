@@ -19,7 +19,7 @@ constexpr int64_t kMaxRounds = 300'000;
 
 std::mt19937 random_bits;
 std::vector<std::function<void()>> pending;
-std::function<void()> kernel_body;
+std::vector<std::function<void()>> kernel_bodies;  // by device
 void* scheduler_stack_pointer;
 int64_t num_warp_turns = 0;
 
@@ -39,7 +39,7 @@ SwitchStack:
 )");
 
 void FiberMain() {
-  kernel_body();
+  kernel_bodies[self->block->device]();
   self->ended = true;
   for (;;) Yield();
 }
@@ -79,11 +79,16 @@ struct Grid {
   std::vector<std::unique_ptr<Meeting>> clusters;
   std::vector<std::unique_ptr<Fiber>> fibers;
 
-  // The blocks [first, first + count) of a kernel.
-  Grid(int first, int count, int threads) {
+  // The blocks [first, first + count) of a kernel, on each device.
+  Grid(int devices, int first, int count, int threads) {
+    for (int device = 0; device < devices; ++device) AddDevice(device, first, count, threads);
+  }
+  void AddDevice(int device, int first, int count, int threads) {
+    const size_t before = blocks.size();
     for (int i = 0; i < count; ++i) {
       if (i % kClusterBlocks == 0) clusters.push_back(std::make_unique<Meeting>());
       auto block = std::make_unique<Block>();
+      block->device = device;
       block->index = first + i;
       block->rank = i % kClusterBlocks;
       block->cluster = clusters.back().get();
@@ -94,10 +99,11 @@ struct Grid {
     }
     for (int i = 0; i < count; ++i) {
       for (int rank = 0; rank < kClusterBlocks; ++rank) {
-        const int other = i - blocks[i]->rank + rank;
-        blocks[i]->of_cluster[rank] = other < count ? blocks[other].get() : nullptr;
+        Block& block = *blocks[before + i];
+        const int other = i - block.rank + rank;
+        block.of_cluster[rank] = other < count ? blocks[before + other].get() : nullptr;
       }
-      for (int t = 0; t < threads; ++t) fibers.push_back(MakeFiber(blocks[i].get(), t));
+      for (int t = 0; t < threads; ++t) fibers.push_back(MakeFiber(blocks[before + i].get(), t));
     }
   }
   ~Grid() {
@@ -181,10 +187,10 @@ void Meet(Meeting& meeting, int threads) {
   while (meeting.turn == turn || meeting.turned_at == num_warp_turns) Yield();
 }
 
-void Launch(int blocks, const std::function<void()>& body) {
+void Launch(int blocks, const std::vector<std::function<void()>>& of_devices) {
   num_blocks = blocks;
-  kernel_body = body;
-  Grid grid(0, blocks, kBlockThreads);
+  kernel_bodies = of_devices;
+  Grid grid(static_cast<int>(of_devices.size()), 0, blocks, kBlockThreads);
   const size_t num_warps = grid.fibers.size() / kWarpThreads;
   std::vector<int> asleep(num_warps, 0);
   size_t running = grid.fibers.size();
@@ -206,14 +212,14 @@ void Launch(int blocks, const std::function<void()>& body) {
 
 void LaunchOneByOne(int blocks, int threads, const std::function<void()>& body) {
   num_blocks = blocks;
-  kernel_body = body;
+  kernel_bodies = {body};
   std::vector<int> order(blocks);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random_bits);
   std::vector<int> warps(threads / kWarpThreads);
   std::iota(warps.begin(), warps.end(), 0);
   for (const int block : order) {
-    Grid grid(block, 1, threads);
+    Grid grid(1, block, 1, threads);
     int running = threads;
     // Warps that get ahead of each other cost turns in which others only wait: in some blocks.
     const bool is_uneven = Below(8) == 0;

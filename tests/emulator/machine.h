@@ -45,7 +45,7 @@ struct Warp {
 };
 
 struct Block {
-  int index, rank;
+  int device, index, rank;  // index: on the device
   uint8_t* shared;
   Block* of_cluster[kClusterBlocks];
   Meeting* cluster;
@@ -89,8 +89,9 @@ extern int num_blocks;
 void Yield();
 // Runs `work` at a random later moment.
 void Later(std::function<void()> work);
-// Runs `body` in every thread of `blocks` blocks, until all have ended.
-void Launch(int blocks, const std::function<void()>& body);
+// Runs the kernels of several devices at once, each in every thread of `blocks` blocks of its device,
+// until all have ended.
+void Launch(int blocks, const std::vector<std::function<void()>>& of_devices);
 // Likewise, of a kernel whose blocks need nothing of each other: one by one, in random order.
 void LaunchOneByOne(int blocks, int threads, const std::function<void()>& body);
 // Waits until so many threads have come to the meeting.
@@ -176,6 +177,7 @@ inline constexpr Index<GridX> gridDim;
 
 inline float __uint_as_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline int __float_as_int(float value) { return __builtin_bit_cast(int, value); }
+inline uint32_t __float_as_uint(float value) { return __builtin_bit_cast(uint32_t, value); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }

@@ -1,6 +1,8 @@
-// Runs one call of the forward or of the backward on the emulated machine: emulator IN OUT.
+// Runs one call of the forward or of the backward on each of the emulated devices of an expert group,
+// all at once: emulator IN OUT.
 //
-// IN holds the numbers of `Header`, the arrays of the plan and the operands; OUT gets the results.
+// IN holds the numbers of `Header`, the routing of all ranks and, for each rank, the arrays of its plan
+// and its operands; OUT gets the results, rank by rank.
 // tests/emulated.py writes and reads them. All else that a call takes is full of NaN.
 #include <cstdio>
 
@@ -17,13 +19,33 @@
 namespace {
 
 struct Header {
-  int32_t T, K, E, H, I, num_blocks, pool_rows, num_items, num_waves;
+  int32_t R, T, K, E, H, I, num_blocks, pool_rows, num_items, num_waves;
   int32_t is_backward, num_steps, float_gradients, keep_gate_up;
   int32_t multiprocessors, seed, has_failed, fault, num_launches;
   int32_t launches[8];
 };
 
 int num_multiprocessors;
+
+// What a rank has enqueued, in order: every rank the same kinds of work.
+struct Work {
+  std::function<void()> run;
+  int blocks;  // of a kernel; 0 for what the host does by itself
+};
+std::vector<std::vector<Work>> streams;
+
+// The work of all ranks, kernels beside each other.
+void RunStreams() {
+  for (size_t i = 0; i < streams[0].size(); ++i) {
+    std::vector<std::function<void()>> all;
+    for (const auto& stream : streams) all.push_back(stream[i].run);
+    if (streams[0][i].blocks > 0) {
+      emulator::Launch(streams[0][i].blocks, all);
+    } else {
+      for (const auto& run : all) run();
+    }
+  }
+}
 
 using megamoe::LayerCall;
 
@@ -62,31 +84,43 @@ class Results {
   std::vector<Part> parts_;
 };
 
-LayerCall ReadLayer(FILE* file, const Header& h, const int64_t* launches) {
-  static megamoe::FaultPage page;
-  constexpr uint32_t kEpoch = 1;
-  static uint32_t failed_epoch;
-  if (h.has_failed != 0) failed_epoch = kEpoch;
+constexpr uint32_t kEpoch = 1;
+
+// What a rank's waits need.
+struct WaitState {
+  megamoe::FaultPage page;
+  uint32_t failed_epoch;
+};
+
+struct Routing {
+  const int32_t* expert_idx;
+  const float* expert_weight;
+};
+
+LayerCall ReadLayer(FILE* file, const Header& h, const Routing& routing, int rank,
+                    const int64_t* launches, WaitState* wait) {
+  if (h.has_failed != 0) wait->failed_epoch = kEpoch;
   LayerCall call = {};
-  call.plan.dims = {h.T, h.K, h.E, 1};
+  call.plan.dims = {h.T, h.K, h.E, h.R};
+  call.plan.rank = rank;
   call.plan.num_steps = h.num_steps;
   call.plan_arrays.counts = Read<int32_t>(file, h.E);
-  call.plan_arrays.expert_start = Read<int32_t>(file, h.E + 1);
-  call.plan_arrays.slot_row = Read<int32_t>(file, h.T * h.K);
+  call.plan_arrays.expert_start = Read<int32_t>(file, h.E / h.R + 1);
+  call.plan_arrays.slot_row = Read<int32_t>(file, h.R * h.T * h.K);
   call.plan_arrays.row_slot = Read<int32_t>(file, h.pool_rows);
   call.plan_arrays.items = Read<megamoe::Item>(file, h.num_items);
   call.plan_arrays.waves = Read<megamoe::Wave>(file, h.num_waves);
-  call.plan_arrays.token_order = Read<int32_t>(file, h.T);
+  call.plan_arrays.token_order = Read<int32_t>(file, h.R * h.T);
   call.plan_arrays.totals = Read<int32_t>(file, 2);
   call.H = h.H;
   call.I = h.I;
   call.num_blocks = h.num_blocks;
   call.pool_rows = h.pool_rows;
-  call.expert_idx = Read<int32_t>(file, h.T * h.K);
-  call.expert_weight = Read<float>(file, h.T * h.K);
+  call.expert_idx = routing.expert_idx;
+  call.expert_weight = routing.expert_weight;
   call.launches = launches;
   call.num_launches = h.num_launches;
-  call.wait = {&page, &failed_epoch, ~uint64_t{0}, kEpoch, 0};
+  call.wait = {&wait->page, &wait->failed_epoch, ~uint64_t{0}, kEpoch, rank};
   return call;
 }
 
@@ -97,10 +131,10 @@ void* Pool(const Header& h, int64_t columns) {
   return Allocate(h.pool_rows * columns * kBf16Bytes);
 }
 
-megamoe::CudaStatus Forward(FILE* file, const Header& h, const LayerCall& layer, Results* out) {
+megamoe::ForwardCall Forward(FILE* file, const Header& h, const LayerCall& layer, Results* out) {
   megamoe::ForwardCall call = {};
   static_cast<LayerCall&>(call) = layer;
-  const int64_t weights = int64_t{h.E} * h.H * h.I;
+  const int64_t weights = int64_t{h.E} / h.R * h.H * h.I;
   call.x = ReadBf16(file, int64_t{h.T} * h.H);
   call.w_gate = ReadBf16(file, weights);
   call.w_up = ReadBf16(file, weights);
@@ -110,13 +144,13 @@ megamoe::CudaStatus Forward(FILE* file, const Header& h, const LayerCall& layer,
   call.h = Pool(h, h.I);
   if (h.keep_gate_up != 0) call.gate_up = out->Add(int64_t{h.pool_rows} * 2 * h.I * kBf16Bytes);
   call.counters = static_cast<uint32_t*>(Allocate(megamoe::NumForwardCounters(h.pool_rows) * 4));
-  return megamoe::RunForward(nullptr, call);
+  return call;
 }
 
-megamoe::CudaStatus Backward(FILE* file, const Header& h, const LayerCall& layer, Results* out) {
+megamoe::BackwardCall Backward(FILE* file, const Header& h, const LayerCall& layer, Results* out) {
   megamoe::BackwardCall call = {};
   static_cast<LayerCall&>(call) = layer;
-  const int64_t weights = int64_t{h.E} * h.H * h.I;
+  const int64_t weights = int64_t{h.E} / h.R * h.H * h.I;
   const int64_t tiles_n = megamoe::NumDgradDownTiles(h.I);
   call.x = ReadBf16(file, int64_t{h.T} * h.H);
   call.w_gate = ReadBf16(file, weights);
@@ -135,8 +169,8 @@ megamoe::CudaStatus Backward(FILE* file, const Header& h, const LayerCall& layer
   for (void** pool : {&call.dg, &call.du, &call.wh}) *pool = Pool(h, h.I);
   call.dw_partial = static_cast<float*>(Allocate(h.pool_rows * tiles_n * sizeof(float)));
   call.counters =
-      static_cast<uint32_t*>(Allocate(megamoe::NumBackwardCounters(h.pool_rows, h.E) * 4));
-  return megamoe::RunBackward(nullptr, call);
+      static_cast<uint32_t*>(Allocate(megamoe::NumBackwardCounters(h.pool_rows, h.E / h.R) * 4));
+  return call;
 }
 
 CUresult Encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
@@ -176,7 +210,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
-  std::memset(data, value, bytes);
+  streams.back().push_back({[=] { std::memset(data, value, bytes); }, 0});
   return cudaSuccess;
 }
 const char* cudaGetErrorName(cudaError_t) { return "an error"; }
@@ -192,37 +226,79 @@ CudaStatus plan::Launch(cudaStream_t, const PlanProblem&, const int32_t*, const 
   return {};
 }
 
+template <template <bool, bool> typename Steps, typename Maps, typename Params>
+void RunForwardKernel(const Maps& maps, const Params& params) {
+  const bool keeps = params.gate_up != nullptr;
+  if (params.dims.R > 1) {
+    keeps ? Skeleton<Steps<true, true>>::Run(maps, params)
+          : Skeleton<Steps<false, true>>::Run(maps, params);
+  } else {
+    keeps ? Skeleton<Steps<true, false>>::Run(maps, params)
+          : Skeleton<Steps<false, false>>::Run(maps, params);
+  }
+}
+
 CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
                          const ForwardParams& params, bool) {
-  emulator::Launch(blocks, [&] {
-    if (params.gate_up != nullptr) {
-      Skeleton<ForwardSteps<true>>::Run(maps, params);
-    } else {
-      Skeleton<ForwardSteps<false>>::Run(maps, params);
-    }
-  });
+  streams.back().push_back({[=] { RunForwardKernel<ForwardSteps>(maps, params); }, blocks});
   return {};
 }
 
-template <typename Gradients>
+template <typename Gradients, bool kTakesGateUp>
 void RunBackwardKernel(const BackwardMaps& maps, const BackwardParams& params) {
-  if (params.gate_up != nullptr) {
-    Skeleton<BackwardSteps<Gradients, true>>::Run(maps, params);
-  } else {
-    Skeleton<BackwardSteps<Gradients, false>>::Run(maps, params);
-  }
+  params.dims.R > 1 ? Skeleton<BackwardSteps<Gradients, kTakesGateUp, true>>::Run(maps, params)
+                    : Skeleton<BackwardSteps<Gradients, kTakesGateUp>>::Run(maps, params);
 }
 
 CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
                           const BackwardParams& params, bool float_gradients, bool) {
-  emulator::Launch(blocks, [&] {
-    (float_gradients ? RunBackwardKernel<F32Gradients> : RunBackwardKernel<Bf16Gradients>)(maps,
-                                                                                           params);
-  });
+  const bool takes = params.gate_up != nullptr;
+  const auto run = float_gradients ? (takes ? RunBackwardKernel<F32Gradients, true>
+                                            : RunBackwardKernel<F32Gradients, false>)
+                                   : (takes ? RunBackwardKernel<Bf16Gradients, true>
+                                            : RunBackwardKernel<Bf16Gradients, false>);
+  streams.back().push_back({[=] { run(maps, params); }, blocks});
   return {};
 }
 
 }  // namespace megamoe
+
+namespace {
+
+// Reads the calls of all ranks, shows each what it sees of the others, and runs them.
+template <typename Call>
+void RunRanks(FILE* file, const Header& h, const std::vector<int64_t>& launches,
+              Call (*read)(FILE*, const Header&, const LayerCall&, Results*),
+              megamoe::CudaStatus (*enqueue)(cudaStream_t, const Call&), Results* out) {
+  const int64_t slots = int64_t{h.R} * h.T * h.K;
+  Routing routing = {};
+  routing.expert_idx = Read<int32_t>(file, slots);
+  routing.expert_weight = Read<float>(file, slots);
+  std::vector<WaitState> waits(h.R);
+  std::vector<Call> calls;
+  megamoe::Peers peers = {};
+  peers.epoch = kEpoch;
+  for (int r = 0; r < h.R; ++r) {
+    const LayerCall layer = ReadLayer(file, h, routing, r, launches.data(), &waits[r]);
+    calls.push_back(read(file, h, layer, out));
+    peers.x[r] = static_cast<const uint4*>(calls[r].x);
+    if constexpr (std::is_same_v<Call, megamoe::BackwardCall>) {
+      peers.dy[r] = static_cast<const uint4*>(calls[r].dy);
+    }
+    peers.sums[r] = static_cast<float*>(Allocate(int64_t{h.R} * h.T * h.H * sizeof(float)));
+    peers.dw[r] = static_cast<float*>(Allocate(int64_t{h.T} * h.K * sizeof(float)));
+    peers.sums_done[r] = static_cast<uint32_t*>(Allocate(int64_t{h.R} * h.T * sizeof(uint32_t)));
+  }
+  for (Call& call : calls) {
+    call.peers = peers;
+    streams.emplace_back();
+    const megamoe::CudaStatus status = enqueue(nullptr, call);
+    if (!status.ok()) emulator::Fail(status.call);
+  }
+  RunStreams();
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   FILE* file = argc == 3 ? std::fopen(argv[1], "rb") : nullptr;
@@ -232,10 +308,11 @@ int main(int argc, char** argv) {
   emulator::Seed(h.seed);
   megamoe::seeded_fault = h.fault;
   const std::vector<int64_t> launches(h.launches, h.launches + h.num_launches);
-  const LayerCall layer = ReadLayer(file, h, launches.data());
   Results results;
-  const auto run = h.is_backward != 0 ? Backward : Forward;
-  const megamoe::CudaStatus status = run(file, h, layer, &results);
-  if (!status.ok()) emulator::Fail(status.call);
+  if (h.is_backward != 0) {
+    RunRanks(file, h, launches, Backward, megamoe::RunBackward, &results);
+  } else {
+    RunRanks(file, h, launches, Forward, megamoe::RunForward, &results);
+  }
   results.Write(argv[2]);
 }

@@ -1,0 +1,40 @@
+// Where the rows of tokens come from and where their sums go: this rank's arrays, or those of the
+// rank that a token belongs to.
+#pragma once
+
+#include <cstdint>
+
+#include "pipeline/shared_memory.cuh"
+#include "shared/layer.h"
+
+namespace megamoe {
+
+// Tokens are counted over all ranks, [R, T].
+template <bool kWithPeers, typename Params>
+struct TokenSums {
+  static constexpr bool kHasPeers = kWithPeers;
+
+  // The row of a token in an array [T, H] of its rank.
+  static __device__ __forceinline__ const uint4* RowOf(const Params& p, const uint4* own,
+                                                       const uint4* const* of_ranks, int token) {
+    const int64_t row_vectors = p.H / kVector;
+    if constexpr (!kWithPeers) return own + token * row_vectors;
+    const int source = token / p.dims.T;
+    return of_ranks[source] + (token - source * p.dims.T) * row_vectors;
+  }
+  // Where the sums of a token go: rounded, or what this rank adds to them.
+  static __device__ __forceinline__ uint4* SumsRow(const Params& p, uint4* own, int token) {
+    if constexpr (!kWithPeers) return own + int64_t{token} * (p.H / kVector);
+    const int source = token / p.dims.T;
+    const int64_t row = int64_t{p.wait.rank} * p.dims.T + token - source * p.dims.T;
+    return reinterpret_cast<uint4*>(p.peers.sums[source] + row * p.H);
+  }
+  // The flag that tells the token's rank of them.
+  static __device__ __forceinline__ uint32_t* SumsDone(const Params& p, int token) {
+    const int source = token / p.dims.T;
+    const int64_t row = int64_t{p.wait.rank} * p.dims.T + token - source * p.dims.T;
+    return p.peers.sums_done[source] + row;
+  }
+};
+
+}  // namespace megamoe
