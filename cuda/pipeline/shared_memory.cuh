@@ -47,8 +47,7 @@ constexpr uint32_t kStageBytes = kStageABytes + kStageBBytes;
 // Two warps sum with batches of their own; the warps that multiply join at the end, and theirs lie
 // in the stages.
 constexpr uint32_t kBatchBytes = 8192;
-constexpr int kTreeLevels = 3;                 // of the summation tree
-constexpr int kTreeBlocks = 1 << kTreeLevels;  // at most
+constexpr int kTreeLevels = 3;  // of the summation tree, at most
 constexpr int kCombineWarps = 2;
 constexpr int kCombineBatches = 2;  // of each of those warps
 constexpr int kAllCombineBatches = kCombineWarps * kCombineBatches;
