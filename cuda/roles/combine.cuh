@@ -131,7 +131,8 @@ class CombineRole {
     const unsigned firsts = __ballot_sync(kAllLanes, is_route && earlier == 0);
     const bool is_alone = is_route && block == 1u << lane_;
     const bool is_never = is_alone && fabsf(route_.weight) >= 0x1p-16f;
-    const bool has_empty = __popc(firsts) * p_.experts_per_block < p_.dims.E;
+    const int experts = Steps::kHasPeers ? p_.dims.experts_per_rank() : p_.dims.E;
+    const bool has_empty = __popc(firsts) * p_.experts_per_block < experts;
     return !__any_sync(kAllLanes, is_never) && has_empty;
   }
 

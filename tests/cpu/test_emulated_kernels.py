@@ -225,8 +225,11 @@ def test_experts_that_end_at_every_border() -> None:
 
 
 # As many blocks as the tree can have, and fewer, down to one; of one expert and of more.
-@pytest.mark.parametrize("experts", [16, 8, 12, 4, 6, 7, 1])
-def test_the_sign_of_zero_is_that_of_the_tree(experts: int) -> None:
+@pytest.mark.parametrize(
+    ("experts", "ranks"),
+    [(16, 1), (8, 1), (12, 1), (4, 1), (6, 1), (7, 1), (1, 1), (16, 2), (8, 4), (12, 4), (6, 2)],
+)
+def test_the_sign_of_zero_is_that_of_the_tree(experts: int, ranks: int) -> None:
     """Products that are rounded to -0, with and without blocks that have no route."""
     rng = np.random.default_rng(0)
     hidden, choices = 64, np.arange(8)
@@ -257,4 +260,4 @@ def test_the_sign_of_zero_is_that_of_the_tree(experts: int) -> None:
     right = blocks[0].astype(BF16)
     zeros, negative = right == 0, np.signbit(right.astype(F32))
     assert (zeros & negative).any() and (zeros & ~negative).any() and not zeros.all()
-    compare.assert_bitwise(emulated.forward(batch), right, "y")
+    compare.assert_bitwise(emulated.forward(batch, ranks=ranks), right, "y")
