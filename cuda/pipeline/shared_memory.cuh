@@ -80,7 +80,7 @@ constexpr uint32_t kPieceEnds = 16;
 struct PieceEnd {
   uint4* to;  // in a pool
   uint32_t bytes;
-  int32_t tile;  // see roles/dispatch.cuh
+  int32_t of;  // see roles/dispatch.cuh
 };
 
 struct SharedMemory {

@@ -1,6 +1,7 @@
 // Dispatch: copies each token's rows, of one array or more, to its pool rows.
 //
-// reads      row_slot of the plan; x, in the backward also dy
+// reads      row_slot of the plan, with peers also slot_row; x, in the backward also dy, of the
+//            token's rank
 // writes     a pool of each; with Steps::kZeroPads also the pads that products over rows read:
 //            those that share 64 rows with a row
 // waits on   nothing but its own copies: hence every row is written whatever blocks are resident
@@ -9,10 +10,15 @@
 //
 // Bulk copies through a ring of pieces in shared memory keep several rows on their way. Through
 // registers, 16 bytes a lane, a row took 2.3 us of a warp and the products waited for rows.
+//
+// With peers a token is copied when the first of its rows is claimed, to all of them: it crosses
+// once. On one GPU each row is copied by itself, since rows that are copied long before they are
+// read cost as much as they save.
 #pragma once
 
 #include "pipeline/delay.cuh"
 #include "pipeline/mutation.cuh"
+#include "pipeline/piece_ring.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/trace.cuh"
 #include "ptx/sync.cuh"
@@ -27,10 +33,7 @@ class DispatchRole {
 
  public:
   __device__ DispatchRole(SharedMemory& shared, const Params& params, int comm_warp)
-      : p_(params),
-        pieces_(AddressOf(shared.combine, comm_warp * kCombineBatches)),
-        piece_full_(AddressOf(shared.piece_full[comm_warp], 0)),
-        ends_(shared.piece_ends[comm_warp]) {}
+      : p_(params), ring_(shared, comm_warp, {params}, {params}) {}
 
   // Called by a whole warp; returns when all its copies are in memory and published.
   __device__ void Run() {
@@ -52,11 +55,49 @@ class DispatchRole {
       return first;
     }
   };
-  // Pieces on their way in; the others are on their way out.
-  static constexpr uint32_t kLoading = kNumPieces / 2;
-  static constexpr uint32_t kStoring = kNumPieces - kLoading;
-  static_assert(kNumPieces * kPieceBytes <= kCombineBatches * sizeof(Batch));
-  static_assert(kLoading + kStoring < kPieceEnds, "an end is kept until it is published");
+
+  // Calls f(row) for each pool row of a token. [R, T]
+  template <typename F>
+  static __device__ __forceinline__ void ForEachRow(const Params& p, int token, F f) {
+    const int32_t* rows = p.plan.slot_row + int64_t{token} * p.dims.K;
+#pragma unroll 1
+    for (int k = 0; k < p.dims.K; ++k) {
+      if (const int row = rows[k]; row >= 0) f(row);
+    }
+  }
+  static __device__ __forceinline__ void Publish(const Params& p, int tile, int rows, int number) {
+    Delay(DelaySite::kDispatch, ~number);
+    ptx::FenceAsyncGlobal();
+    ptx::AddRelease(p.counters.x_ready + tile, rows);
+  }
+
+  // A piece goes to one row, PieceEnd::to, or with peers to all rows of its token; to: in the first
+  // row of the pool.
+  struct StorePiece {
+    const Params& p;
+    __device__ __forceinline__ void operator()(const PieceEnd& end, uint32_t piece) const {
+      if constexpr (Steps::kHasPeers) {
+        ForEachRow(p, end.of / 2, [&](int row) {
+          ptx::BulkStore(end.to + int64_t{row} * p.H / kVector, piece, end.bytes);
+        });
+      } else {
+        ptx::BulkStore(end.to, piece, end.bytes);
+      }
+    }
+  };
+  // PieceEnd::of: the tile that can be told of kRows rows, or none; with peers twice the token, plus
+  // 1 behind its last piece, when the tile of each of its rows can be told of one.
+  struct PublishPiece {
+    const Params& p;
+    __device__ __forceinline__ void operator()(const PieceEnd& end, int number) const {
+      if constexpr (Steps::kHasPeers) {
+        if (end.of % 2 == 0) return;
+        ForEachRow(p, end.of / 2, [&](int row) { Publish(p, row / kTileRows, 1, number); });
+      } else {
+        if (end.of != kNone) Publish(p, end.of, kRows, number);
+      }
+    }
+  };
 
   __device__ __forceinline__ int Claim() {
     return static_cast<int>(atomicAdd(p_.counters.next_row, unsigned{kRows}));
@@ -82,9 +123,7 @@ class DispatchRole {
       next = after;
       slots = next_slots;
     }
-    while (num_stored_ < num_loaded_) StoreOldest();
-    ptx::StoreWaitAll();
-    PublishUpTo(num_stored_);
+    ring_.Drain();
   }
 
   __device__ __forceinline__ Slots ReadSlots(int first, int num_rows) const {
@@ -97,27 +136,54 @@ class DispatchRole {
   __device__ __forceinline__ void CopyRows(int first, Slots slots) {
     const TraceScope trace(p_.trace, kDispatch, true);
     const int tile = first / kTileRows;
-    if constexpr (Steps::kZeroPads) ZeroPads(first, slots);
-    if (slots.v[0] < 0) ptx::AddRelease(p_.counters.x_ready + tile, kRows);  // pads only
+    const int num_rows = NumRows(slots);
+    if constexpr (Steps::kZeroPads) ZeroPads(first, num_rows);
+    // Pads are told of by themselves, or with the last row of a claim.
+    const int num_pads = kRows - num_rows;
+    if (Steps::kHasPeers ? num_pads > 0 : num_rows == 0) {
+      ptx::AddRelease(p_.counters.x_ready + tile, num_pads);
+    }
     int slot = slots.TakeFirst();
     for (int row = first; slot >= 0; ++row) {
       const int next_slot = row + 1 < first + kRows ? slots.TakeFirst() : kNone;
-      const int token = slot / p_.dims.K;
-      const int64_t to = int64_t{row} * p_.H;
-#pragma unroll
-      for (int i = 0; i < Steps::kDispatched; ++i) {
-        const bool ends_row = next_slot < 0 && i + 1 == Steps::kDispatched;
-        const bool of_choices = HasFault(SeededFault::kDyOfChoices) && i > 0;
-        const uint4* from = Steps::DispatchFrom(p_, i, of_choices ? slot % p_.dims.T : token);
-        uint4* const pool = Steps::DispatchTo(p_, i);
-        for (int column = 0; column < p_.H; column += kPieceColumns) {
-          const int columns = min(kPieceColumns, p_.H - column);
-          const bool ends_claim = ends_row && column + columns == p_.H;
-          LoadPiece(from + column / kVector, pool + (to + column) / kVector, columns,
-                    ends_claim ? tile : kNone);
-        }
+      if constexpr (Steps::kHasPeers) {
+        if (IsFirstRow(row, slot / p_.dims.K)) CopyToken(slot, 0, 2 * (slot / p_.dims.K), 1);
+      } else {
+        CopyToken(slot, row, kNone, next_slot < 0 ? tile - kNone : 0);
       }
       slot = next_slot;
+    }
+  }
+
+  static __device__ __forceinline__ int NumRows(const Slots& slots) {
+    int num_rows = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) num_rows += slots.v[i] >= 0;
+    return num_rows;
+  }
+
+  __device__ __forceinline__ bool IsFirstRow(int row, int token) const {
+    bool is_first = true;
+    ForEachRow(p_, token, [&](int other) { is_first &= other >= row; });
+    return is_first;
+  }
+
+  // of: PieceEnd::of of its pieces; that of the last one is `last` more.
+  __device__ __forceinline__ void CopyToken(int slot, int row, int of, int last) {
+    const int64_t to = int64_t{row} * p_.H;
+#pragma unroll
+    for (int i = 0; i < Steps::kDispatched; ++i) {
+      const bool of_choices = HasFault(SeededFault::kDyOfChoices) && i > 0;
+      const int token = of_choices ? slot % p_.dims.T : slot / p_.dims.K;
+      const uint4* from = Steps::DispatchFrom(p_, i, token);
+      uint4* const pool = Steps::DispatchTo(p_, i);
+      for (int column = 0; column < p_.H; column += kPieceColumns) {
+        const int columns = min(kPieceColumns, p_.H - column);
+        const bool is_last = i + 1 == Steps::kDispatched && column + columns == p_.H;
+        const uint32_t bytes = columns * 2;
+        ring_.Load(from + column / kVector, bytes,
+                   {pool + (to + column) / kVector, bytes, of + (is_last ? last : 0)});
+      }
     }
   }
 
@@ -127,21 +193,18 @@ class DispatchRole {
     }
     ptx::FenceAsyncShared();
   }
-  __device__ __forceinline__ uint32_t zeros() const { return pieces_ + kNumPieces * kPieceBytes; }
+  __device__ __forceinline__ uint32_t zeros() const { return ring_.behind(); }
 
   // Zeros the pads of a claim, before anything that the claim's end announces is stored: what is
-  // waited for then covers them. A claim of pads alone announces them at once, so it waits here.
-  __device__ __forceinline__ void ZeroPads(int first, const Slots& slots) {
-    int num_rows = 0;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) num_rows += slots.v[i] >= 0;
+  // waited for then covers them. Pads that are told of by themselves are waited for here.
+  __device__ __forceinline__ void ZeroPads(int first, int num_rows) {
     if (num_rows == kRows || HasFault(SeededFault::kPadsNotZeroed)) return;
     const int half = first / kConsumerRows * kConsumerRows;
     if (p_.plan.row_slot[half] < 0) return;  // no row in these 64, and nobody reads them
 #pragma unroll 1
     for (int row = first + num_rows; row < first + kRows; ++row) ZeroRow(row);
     ptx::StoreCommit();
-    if (num_rows == 0) {
+    if (Steps::kHasPeers || num_rows == 0) {
       ptx::StoreWaitAll();
       ptx::FenceAsyncGlobal();
     }
@@ -158,55 +221,8 @@ class DispatchRole {
     }
   }
 
-  // end_of_tile: the tile that can be told of kRows rows behind this piece.
-  __device__ __forceinline__ void LoadPiece(const uint4* from, uint4* to, int columns,
-                                            int end_of_tile) {
-    if (num_loaded_ - num_stored_ == kLoading) StoreOldest();
-    // The piece's last store has read it when all but the kStoring - 1 latest have.
-    ptx::StoreWaitRead<static_cast<int>(kStoring) - 1>();
-    const uint32_t piece = num_loaded_ % kNumPieces;
-    const uint32_t barrier = piece_full_ + piece * sizeof(uint64_t);
-    const uint32_t bytes = columns * 2;
-    ends_[num_loaded_ % kPieceEnds] = {to, bytes, end_of_tile};
-    ptx::BarrierArriveExpect(barrier, bytes);
-    ptx::BulkLoad(pieces_ + piece * kPieceBytes, from, bytes, barrier);
-    ++num_loaded_;
-  }
-
-  __device__ __forceinline__ void StoreOldest() {
-    const uint32_t piece = num_stored_ % kNumPieces;
-    const uint32_t barrier = piece_full_ + piece * sizeof(uint64_t);
-    ptx::BarrierWait(barrier, num_stored_ / kNumPieces % 2);
-    Delay(DelaySite::kDispatch, num_stored_);
-    const PieceEnd& end = ends_[num_stored_ % kPieceEnds];
-    ptx::BulkStore(end.to, pieces_ + piece * kPieceBytes, end.bytes);
-    ptx::StoreCommit();
-    ++num_stored_;
-    if (HasFault(SeededFault::kAnnounceBeforeCopies)) PublishUpTo(num_stored_);
-    if (num_stored_ > kStoring) {
-      ptx::StoreWait<static_cast<int>(kStoring)>();
-      PublishUpTo(num_stored_ - kStoring);
-    }
-  }
-
-  // Tells of the claims whose last piece is among the first `num_pieces`, which are in memory.
-  __device__ __forceinline__ void PublishUpTo(uint32_t num_pieces) {
-    for (; num_published_ < num_pieces; ++num_published_) {
-      const int tile = ends_[num_published_ % kPieceEnds].tile;
-      if (tile == kNone) continue;
-      Delay(DelaySite::kDispatch, ~num_published_);
-      ptx::FenceAsyncGlobal();
-      ptx::AddRelease(p_.counters.x_ready + tile, kRows);
-    }
-  }
-
   const Params& p_;
-  const uint32_t pieces_;
-  const uint32_t piece_full_;
-  PieceEnd* const ends_;
-  uint32_t num_loaded_ = 0;
-  uint32_t num_stored_ = 0;
-  uint32_t num_published_ = 0;
+  PieceRing<StorePiece, PublishPiece> ring_;
 };
 
 }  // namespace megamoe

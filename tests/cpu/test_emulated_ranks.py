@@ -1,0 +1,121 @@
+"""The kernels of several ranks on an emulated machine: the bits of one rank with all experts.
+
+Each rank's kernel runs on a device of its own, all at once, in random orders of events.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jax_megamoe import _ffi
+from tests import cases, compare, emulated
+from tests.cases import BF16, F32, ROUTINGS, Batch, Results
+
+# T of all ranks, K, E, H, I and the routing.
+CASES = (
+    ((8, 8, 16, 64, 64), "distinct"),
+    ((160, 2, 8, 128, 192), "skewed"),
+    ((304, 3, 8, 320, 64), "invalid"),
+    ((200, 2, 8, 64, 320), "duplicates"),
+    ((136, 2, 8, 576, 256), "one_expert"),
+    ((40, 2, 8, 64, 64), "nothing"),
+)
+IDS = [f"{size}-{routing}" for size, routing in CASES]
+UNFUSED = (*_ffi.UNFUSED, emulated.FINISH)
+BACKWARD_UNFUSED = (*_ffi.BACKWARD_UNFUSED, emulated.FINISH)
+
+
+def normal(size: tuple[int, ...], ids: np.ndarray) -> Batch:
+    _, _, experts, hidden, intermediate = size
+    return cases.normal(
+        ids, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16
+    )
+
+
+def routed(size: tuple[int, ...], routing: str) -> Batch:
+    tokens, choices, experts, *_ = size
+    return normal(size, ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts))
+
+
+def assert_as_one_rank(batch: Batch, ranks: int, **how: Any) -> None:
+    right = emulated.forward(batch), *emulated.backward(batch, weight_dtype=F32)
+    found = (
+        emulated.forward(batch, ranks=ranks, **how),
+        *emulated.backward(batch, ranks=ranks, weight_dtype=F32, **how),
+    )
+    compare.assert_results_bitwise(Results(*found), Results(*right))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("size", "routing"), CASES, ids=IDS)
+def test_every_bit_is_that_of_one_rank(size: tuple[int, ...], routing: str, ranks: int) -> None:
+    assert_as_one_rank(routed(size, routing), ranks, seed=ranks)
+
+
+def test_rows_in_several_batches() -> None:
+    assert_as_one_rank(routed((8, 2, 8, 4160, 64), "distinct"), 2)
+
+
+@pytest.mark.parametrize("multiprocessors", [2, 6])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_in_every_order_and_with_any_number_of_blocks(seed: int, multiprocessors: int) -> None:
+    assert_as_one_rank(routed(*CASES[2]), 2, seed=seed, multiprocessors=multiprocessors)
+
+
+def test_parts_one_after_another() -> None:
+    batch = routed(*CASES[2])
+    right = emulated.forward(batch), *emulated.backward(batch)
+    y = emulated.forward(batch, ranks=2, launches=UNFUSED)
+    found = y, *emulated.backward(batch, ranks=2, launches=BACKWARD_UNFUSED)
+    compare.assert_results_bitwise(Results(*found), Results(*right))
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_all_tokens_to_one_rank(owner: int) -> None:
+    """The other one has no rows."""
+    size = (200, 2, 8, 64, 64)
+    ids = np.random.default_rng(owner).integers(0, 4, size[:2]).astype(np.int32) + 4 * owner
+    assert_as_one_rank(normal(size, ids), 2)
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_a_rank_without_routes(source: int) -> None:
+    """None of its tokens goes anywhere."""
+    size = (200, 2, 8, 64, 64)
+    ids = ROUTINGS["distinct"](tokens=200, choices=2, experts=8).copy()
+    ids[100 * source : 100 * (source + 1)] = -1
+    assert_as_one_rank(normal(size, ids), 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_kept_changes_no_bit(ranks: int) -> None:
+    batch = routed(*CASES[2])
+    right = emulated.forward(batch), *emulated.backward(batch)
+    y, gate_up = emulated.forward_keeping(batch, ranks=ranks)
+    found = emulated.backward(batch, ranks=ranks, gate_up=gate_up)
+    compare.assert_results_bitwise(Results(y, *found), Results(*right))
+
+
+def test_nan_stays_with_its_token() -> None:
+    """Of a token of one rank, in the rows of another."""
+    batch = routed(*CASES[1])
+    clean = emulated.forward(batch, ranks=2)
+    x = batch.x.copy()
+    x[0] = np.nan
+    found = emulated.forward(batch._replace(x=x), ranks=2)
+    assert np.isnan(found[0].astype(F32)).all()
+    compare.assert_bitwise(found[1:], clean[1:], "y")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_that_have_failed_end(seed: int) -> None:
+    """On all ranks: their waits come back early, those for peers too."""
+    batch = routed(*CASES[1])
+    how: dict[str, Any] = {"ranks": 2, "seed": seed, "has_failed": True}
+    assert emulated.forward(batch, **how).shape == batch.x.shape
+    assert emulated.backward(batch, **how)[0].shape == batch.x.shape
+    for part in UNFUSED:
+        assert emulated.forward(batch, launches=(part,), **how).shape == batch.x.shape
+    for part in BACKWARD_UNFUSED:
+        assert emulated.backward(batch, launches=(part,), **how)[0].shape == batch.x.shape
