@@ -3,20 +3,30 @@
 Without `-m gpu` the tests run on 8 simulated CPU devices, also on a GPU machine. With it the GPU is
 declared: its absence, the extension's absence and any skip are failures. JAX_MEGAMOE_GPUS says how
 many GPUs are declared (default 1); tests that need more are left out with a notice.
+
+A GPU test that takes too long ends the whole process, with its stack: a kernel that never ends
+holds the call that waits for it, and neither a signal's handler nor an exception reaches that.
 """
 
+import faulthandler
 import importlib
 import os
 import re
 from collections.abc import Generator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1] / "jax_megamoe"
 NUM_SIMULATED_DEVICES = 8
+# Of a GPU test with its fixtures, unless its mark `limit` says another. A wait of a kernel for
+# flags that nobody raises would give up later.
+GPU_LIMIT_S = 300
 
 _notices = pytest.StashKey[list[str]]()
+# Standard error as it is outside of tests, where pytest captures it.
+_stderr = pytest.StashKey[TextIO]()
 
 
 def asks_for_gpu(mark_expression: str) -> bool:
@@ -34,6 +44,7 @@ def declared_gpus(config: pytest.Config) -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_notices] = []
+    config.stash[_stderr] = os.fdopen(os.dup(2), "w")
     if declared_gpus(config):
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"
     else:
@@ -57,6 +68,10 @@ def _check_shapes(config: pytest.Config) -> None:
         config.stash[_notices].append(f"annotations are not checked: {error}")
         return
     jaxtyping.install_import_hook("jax_megamoe", "beartype.beartype")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_stderr].close()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -93,6 +108,26 @@ def needed_gpus(item: pytest.Item) -> int:
     if mark := item.get_closest_marker("multi_gpu"):
         return int(mark.args[0])
     return 1 if item.get_closest_marker("gpu") else 0
+
+
+def limit_s(item: pytest.Item) -> float | None:
+    """Seconds after which a test ends the process; None: never."""
+    if mark := item.get_closest_marker("limit"):
+        return mark.args[0]
+    return GPU_LIMIT_S if needed_gpus(item) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    seconds = limit_s(item)
+    if seconds is None:
+        return (yield)
+    # A thread without Python's lock waits, which the test may hold.
+    faulthandler.dump_traceback_later(seconds, file=item.config.stash[_stderr], exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def reject_skip(report: pytest.TestReport | pytest.CollectReport) -> None:

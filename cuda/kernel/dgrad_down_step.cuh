@@ -139,7 +139,8 @@ struct DgradDownStep : TokenStep {
     }
   }
 
-  // stages.Next(): the address of the next stage, when it is full; stages.Release() gives it back.
+  // stages.Next(): the address of the next stage, when it is full; stages.Release() gives it back,
+  // behind a fence: staging.Close has one.
   template <typename Stages>
   static __device__ __forceinline__ void Finish(const BackwardParams& p, const TileItem& item,
                                                 int consumer, const Rows& rows,
@@ -186,8 +187,8 @@ struct DgradDownStep : TokenStep {
         dw[0] = dw_before[0];
         dw[1] = dw_before[1];
       }
-      stages.Release();
       staging.Close(chunk);
+      stages.Release();
       // Before the last buffer is handed over: the store warp publishes the tile behind it.
       if (part + 1 == Parts::kParts) WriteDw(p, item, rows.row, dw);
       staging.Open(chunk + 1);

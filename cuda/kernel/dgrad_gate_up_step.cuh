@@ -35,16 +35,12 @@ struct DgradGateUpProduct : TokenProduct<ptx::Major::kK> {
   }
 };
 
-// dx of each row: 128 rows x 256 columns.
-struct DgradGateUpStep : TokenStep {
+// dx of each row.
+struct DgradGateUpStep : HiddenRowsStep<&BackwardMaps::dx> {
   using Products = ProductList<DgradGateUpProduct>;
   static constexpr int kStep = 1;
   static constexpr Part kPart = kDgradGateUp;
-  static constexpr int kOutChunks = kDownColumns / 64;
 
-  static __device__ __forceinline__ int NumColumnTiles(const BackwardParams& p) {
-    return NumDownTiles(p);
-  }
   // All columns of the tile's dg and du.
   static __device__ __forceinline__ Flag Input(const BackwardParams& p, const TileItem& item) {
     return {p.dz_done + item.row / kTileRows, static_cast<uint32_t>(NumDgradDownTiles(p)),
@@ -52,17 +48,6 @@ struct DgradGateUpStep : TokenStep {
   }
   static __device__ __forceinline__ void Publish(const BackwardParams& p, const TileItem& item) {
     ptx::AddRelease(p.dx_done + item.row / kTileRows, 1);
-  }
-
-  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
-                                                    int chunk, int c) {
-    PutRounded(staging, acc, chunk, c);
-  }
-  static __device__ __forceinline__ void StoreChunk(const BackwardMaps& maps, const BackwardParams&,
-                                                    const TileItem& item, int consumer, int chunk,
-                                                    uint32_t staging) {
-    ptx::TmaStore(maps.dx, staging, item.n * kDownColumns + chunk * 64,
-                  item.row + consumer * kConsumerRows);
   }
 };
 

@@ -126,16 +126,12 @@ struct DownProduct : TokenProduct<> {
   }
 };
 
-// o = h Wd: 128 rows x 256 columns.
-struct DownStep : TokenStep {
+// o = h Wd, in the place of x.
+struct DownStep : HiddenRowsStep<&ForwardMaps::pool> {
   using Products = ProductList<DownProduct>;
   static constexpr int kStep = 1;
   static constexpr Part kPart = kDown;
-  static constexpr int kOutChunks = kDownColumns / 64;
 
-  static __device__ __forceinline__ int NumColumnTiles(const ForwardParams& p) {
-    return NumDownTiles(p);
-  }
   // All columns of the tile's h.
   static __device__ __forceinline__ Flag Input(const ForwardParams& p, const TileItem& item) {
     return {p.h_done + item.row / kTileRows, static_cast<uint32_t>(NumGateUpTiles(p)),
@@ -143,17 +139,6 @@ struct DownStep : TokenStep {
   }
   static __device__ __forceinline__ void Publish(const ForwardParams& p, const TileItem& item) {
     ptx::AddRelease(p.o_done + item.row / kTileRows, 1);
-  }
-
-  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
-                                                    int chunk, int c) {
-    PutRounded(staging, acc, chunk, c);
-  }
-  static __device__ __forceinline__ void StoreChunk(const ForwardMaps& maps, const ForwardParams&,
-                                                    const TileItem& item, int consumer, int chunk,
-                                                    uint32_t staging) {
-    ptx::TmaStore(maps.pool, staging, item.n * kDownColumns + chunk * 64,
-                  item.row + consumer * kConsumerRows);
   }
 };
 

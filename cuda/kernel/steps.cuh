@@ -102,6 +102,28 @@ struct TokenStep : PlainStep {
   static __device__ __forceinline__ int ExpertRow(const LayerParams&, const TileItem&) { return 0; }
 };
 
+// A step whose result is rows of H columns, rounded to bf16: 128 rows x 256 columns. kResult: of
+// the maps of the pass, the one by which it is stored.
+template <auto kResult>
+struct HiddenRowsStep : TokenStep {
+  static constexpr int kOutChunks = kDownColumns / 64;
+
+  static __device__ __forceinline__ int NumColumnTiles(const LayerParams& p) {
+    return NumDownTiles(p);
+  }
+  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
+                                                    int chunk, int c) {
+    PutRounded(staging, acc, chunk, c);
+  }
+  template <typename Maps>
+  static __device__ __forceinline__ void StoreChunk(const Maps& maps, const LayerParams&,
+                                                    const TileItem& item, int consumer, int chunk,
+                                                    uint32_t staging) {
+    ptx::TmaStore(maps.*kResult, staging, item.n * kDownColumns + chunk * 64,
+                  item.row + consumer * kConsumerRows);
+  }
+};
+
 // 128 rows by 256 columns, with A as rows of k and B as rows of columns or, by default, of k.
 template <ptx::Major kB = ptx::Major::kMN>
 struct TokenProduct {

@@ -2,8 +2,8 @@
 //
 // Who arrives on which barrier, and what an arrival says:
 //   stage_full     load (1, with the bytes)   the stage holds its operand tiles
-//   stage_empty    multiply (8 warps of each block of the pair)   no product of the warp reads the
-//                  stage any more: either block may copy into the stage of both
+//   stage_empty    multiply (8 warps of each block of the pair)   no product or finish of the warp
+//                  reads the stage any more: either block may copy into the stage of both
 //   item_full      load (1, with the bytes)   the ring slot holds the next item
 //   item_empty     all that read items, of both blocks, at the first block's: the slot is read
 //   staging_full   multiply (4: each warp of one consumer)  a chunk of the result is written
@@ -47,8 +47,7 @@ constexpr uint32_t kStageBytes = kStageABytes + kStageBBytes;
 // Two warps sum with batches of their own; the warps that multiply join at the end, and theirs lie
 // in the stages.
 constexpr uint32_t kBatchBytes = 8192;
-constexpr int kTreeLevels = 3;                 // of the summation tree
-constexpr int kTreeBlocks = 1 << kTreeLevels;  // at most
+constexpr int kTreeLevels = 3;  // of the summation tree, at most
 constexpr int kCombineWarps = 2;
 constexpr int kCombineBatches = 2;  // of each of those warps
 constexpr int kAllCombineBatches = kCombineWarps * kCombineBatches;

@@ -128,7 +128,8 @@ class CombineRole {
     const unsigned firsts = __ballot_sync(kAllLanes, is_route && earlier == 0);
     const bool is_alone = is_route && block == 1u << lane_;
     const bool is_never = is_alone && fabsf(route_.weight) >= 0x1p-16f;
-    return !__any_sync(kAllLanes, is_never) && __popc(firsts) < kTreeBlocks;
+    const bool has_empty = __popc(firsts) * p_.experts_per_block < p_.dims.E;
+    return !__any_sync(kAllLanes, is_never) && has_empty;
   }
 
   // The flag of the tile of the lane's row.

@@ -124,7 +124,8 @@ class MultiplyRole {
     if (ptx::ElectOne()) ptx::BarrierArrive(AddressOf(shared_.gate_up_made, 0));
   }
 
-  // The stages that a finish reads.
+  // The stages that a finish reads, by loads: it calls Release behind an asynchronous fence, since
+  // what overwrites them are copies.
   class Stages {
    public:
     __device__ __forceinline__ explicit Stages(MultiplyRole& role) : role_(role) {}

@@ -1,4 +1,5 @@
-"""The test run's own promises: GPU tests are left out aloud, and on a GPU nothing is skipped."""
+"""The test run's own promises: GPU tests are left out aloud; on a GPU nothing is skipped, and what
+hangs ends."""
 
 import os
 import shutil
@@ -31,14 +32,33 @@ INI = """
 markers =
   gpu: one
   multi_gpu(count): several
+  limit(seconds): at most
+"""
+
+HANGING_SUITE = """
+import signal
+import time
+
+import pytest
+
+@pytest.mark.limit(60)
+def test_quick(): pass
+
+@pytest.mark.limit(1)
+@pytest.mark.parametrize("seconds", [0, 100])
+def test_hangs(seconds):
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    time.sleep(seconds)
+
+def test_behind(): pass
 """
 
 
-def run_suite(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Runs SUITE under a copy of this conftest, with no GPU in sight."""
+def run_suite(folder: Path, *options: str, suite: str = SUITE) -> subprocess.CompletedProcess[str]:
+    """Runs a suite under a copy of this conftest, with no GPU in sight."""
     (folder / "tests").mkdir()
     (folder / "pytest.ini").write_text(INI)
-    (folder / "tests" / "test_suite.py").write_text(SUITE)
+    (folder / "tests" / "test_suite.py").write_text(suite)
     shutil.copy(TESTS_DIR / "conftest.py", folder / "tests")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -90,6 +110,23 @@ def test_a_skip_becomes_a_failure() -> None:
     conftest.reject_skip(report)
     assert report.failed
     assert "no peer access" in str(report.longrepr)
+
+
+def test_a_test_that_hangs_ends_the_process(tmp_path: Path) -> None:
+    """Though signals do not reach it; its stack is seen though output is captured."""
+    result = run_suite(tmp_path, "-v", suite=HANGING_SUITE)
+    assert result.returncode == 1
+    assert "test_quick PASSED" in result.stdout and "test_hangs[0] PASSED" in result.stdout
+    assert "test_hangs[100] PASSED" not in result.stdout and "test_behind" not in result.stdout
+    assert "Timeout" in result.stderr and "in test_hangs" in result.stderr
+
+
+def test_a_gpu_test_has_a_limit(request: pytest.FixtureRequest) -> None:
+    assert conftest.limit_s(request.node) is None
+    request.node.add_marker("gpu")
+    assert conftest.limit_s(request.node) == conftest.GPU_LIMIT_S
+    request.node.add_marker(pytest.mark.limit(None))
+    assert conftest.limit_s(request.node) is None
 
 
 def test_simulated_devices_and_strict_promotion() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
+from jax_megamoe.config import Dims
 from tests import cases, compare, emulated
 from tests.backward import errors_by_expert, sums_that_need_float32, unfused_bf16, with_gate
 from tests.cases import BF16, F32, ROUTINGS, Batch, Results
@@ -223,15 +224,20 @@ def test_experts_that_end_at_every_border() -> None:
     compare.assert_results_bitwise(Results(y, *found), Results(*right))
 
 
-def test_the_sign_of_zero_is_that_of_the_tree() -> None:
+# As many blocks as the tree can have, and fewer, down to one; of one expert and of more.
+@pytest.mark.parametrize("experts", [16, 8, 12, 4, 6, 7, 1])
+def test_the_sign_of_zero_is_that_of_the_tree(experts: int) -> None:
     """Products that are rounded to -0, with and without blocks that have no route."""
     rng = np.random.default_rng(0)
-    experts, hidden = 16, 64
-    every_block = 2 * np.arange(8) + rng.integers(0, 2, (32, 8))
+    hidden, choices = 64, np.arange(8)
+    dims = Dims(T=128, K=8, E=experts, R=1, H=hidden, I=64)
+    of_block = dims.experts_per_block
+    every_block = choices % dims.num_blocks * of_block + rng.integers(0, of_block, (32, 8))
     some_blocks = rng.integers(0, experts, (32, 8))
     few_routes = np.where(rng.random((32, 8)) < 0.3, some_blocks, -1)
-    both_of_one = np.where(np.arange(8) < 2, every_block[:, :1] // 2 * 2 + np.arange(8), -1)
-    ids = np.concatenate([every_block, some_blocks, few_routes, both_of_one]).astype(np.int32)
+    two_of_one = every_block[:, :1] // of_block * of_block + choices % of_block
+    two_of_one = np.where(choices < 2, two_of_one, -1)
+    ids = np.concatenate([every_block, some_blocks, few_routes, two_of_one]).astype(np.int32)
     batch = cases.oracle(ids, 0, num_experts=experts, hidden=hidden, intermediate=64, dtype=BF16)
     # h is 1 and o is Wd: the least bf16, or what a weight of 2^-60 brings below the least float32.
     o = rng.choice([2.0**-133, -(2.0**-133), -(2.0**-100)], (experts, hidden))
@@ -241,10 +247,10 @@ def test_the_sign_of_zero_is_that_of_the_tree() -> None:
     weights = rng.choice([2.0**-16, 2.0**-16 + 2.0**-39, 2.0**-17, 2.0**-60], ids.shape)
     weights[::2] = 2.0**-60
     batch = batch._replace(w_up=w_up, w_down=w_down.astype(BF16), expert_weight=weights.astype(F32))
-    blocks = np.zeros((8, len(ids), hidden), F32)
+    blocks = np.zeros((dims.num_blocks, len(ids), hidden), F32)
     for t, k in np.ndindex(ids.shape):
         if ids[t, k] >= 0:
-            block = blocks[ids[t, k] // 2, t]
+            block = blocks[ids[t, k] // of_block, t]
             block[:] = weights[t, k] * o[ids[t, k]] + block.astype(np.float64)
     while len(blocks) > 1:
         blocks = blocks[::2] + blocks[1::2]

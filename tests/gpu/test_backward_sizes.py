@@ -6,15 +6,13 @@ import pytest
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
-from jax_megamoe.plan import backward_steps, plan_sizes
 from tests import device_oracle
 from tests.backward import launched, num_values_that_differ
 from tests.cases import BF16, F32, ROUTINGS
 from tests.forward import one_rank
+from tests.sizes import LARGE, MODELS, large_case
 
 pytestmark = pytest.mark.gpu
-
-ROW_STARTS = 2**31  # elements of an array, past which an int32 offset is wrong
 
 
 def dims_for(ids: np.ndarray, *, experts: int, hidden: int, intermediate: int) -> Dims:
@@ -73,19 +71,7 @@ def test_most_tokens(tokens: int, routing: str) -> None:
     check(ids, experts=64, hidden=256, intermediate=128)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "intermediate"),
-    [
-        (2880, 2880),
-        (4096, 704),
-        (7168, 2048),
-        (8192, 3072),
-        (2048, 768),
-        (5120, 1536),
-        (64, 64),
-        (64, 192),
-    ],
-)
+@pytest.mark.parametrize(("hidden", "intermediate"), MODELS)
 def test_sizes_of_known_models(hidden: int, intermediate: int) -> None:
     ids = ROUTINGS["distinct"](tokens=333, choices=2, experts=8)
     check(ids, experts=8, hidden=hidden, intermediate=intermediate)
@@ -96,29 +82,7 @@ def test_float32_gradients_of_a_known_model() -> None:
     check_oracle(ids, weight_dtype=F32, experts=16, hidden=2048, intermediate=768)
 
 
-# T, K, E, H, I and which array exceeds 2**31 elements; all to one expert makes the last row count.
-LARGE = {
-    "pools": (65_536, 8, 8, 8192, 64),
-    "pools of one expert": (65_536, 8, 8, 8192, 64),
-    "x": (140_000, 1, 8, 16_384, 64),
-    "dg": (140_000, 1, 8, 64, 16_384),
-}
-
-
-@pytest.mark.parametrize("name", sorted(LARGE))
-def test_row_offsets_beyond_32_bits(name: str) -> None:
-    T, K, E, H, I = LARGE[name]
-    routing = "one_expert" if "one expert" in name else "distinct"
-    ids = ROUTINGS[routing](tokens=T, choices=K, experts=E)
-    dims = one_rank(T=T, K=K, E=E, H=H, I=I)
-    rows = plan_sizes(dims, backward_steps(dims)).pool_rows
-    assert {"pools": rows * H, "x": T * H, "dg": rows * I}[name.split()[0]] > ROW_STARTS
-    check_oracle(ids, experts=E, hidden=H, intermediate=I)
-
-
-def test_weight_offsets_beyond_32_bits() -> None:
-    """40 experts of 2.7e9 elements a weight; half of the tokens go to the last expert."""
-    E, H, I = 40, 4096, 16_384
-    assert E * H * I > ROW_STARTS
-    ids = np.where(np.arange(64) < 32, 39, 31 + np.arange(64) % 8)[:, None].astype(np.int32)
-    check_oracle(ids, experts=E, hidden=H, intermediate=I)
+@pytest.mark.parametrize("name", LARGE)
+def test_offsets_beyond_32_bits(name: str) -> None:
+    dims, ids = large_case(name)
+    check_oracle(ids, experts=dims.E, hidden=dims.H, intermediate=dims.I)

@@ -9,28 +9,32 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi, mega_moe, memory_plan
-from jax_megamoe.plan import forward_steps, plan_sizes
 from tests import cases, compare, device_oracle
 from tests.cases import BF16, ROUTINGS
 from tests.forward import forward, launched, num_rows_that_differ, one_rank, operands
+from tests.sizes import LARGE, MODELS, large_case
 
 pytestmark = pytest.mark.gpu
 
-ROW_STARTS = 2**31  # elements of an array, past which an int32 offset is wrong
 
-
-def check(ids: np.ndarray, *, experts: int, hidden: int, intermediate: int) -> None:
-    """The oracle exactly; on irregular tokens and weights the fused kernel equals its parts."""
+def check_oracle(ids: np.ndarray, *, experts: int, hidden: int, intermediate: int) -> list[Any]:
+    """Returns its operands."""
     arrays = device_oracle.operands(ids, experts=experts, hidden=hidden, intermediate=intermediate)
     y, counts = forward(*arrays)
     assert device_oracle.rows_wrong(y, ids, experts=experts) == []
     valid = ids[(ids >= 0) & (ids < experts)]
     np.testing.assert_array_equal(counts, np.bincount(valid, minlength=experts))
+    return arrays
 
+
+def check(ids: np.ndarray, *, experts: int, hidden: int, intermediate: int) -> None:
+    """The oracle exactly; on irregular tokens and weights the fused kernel equals its parts."""
+    arrays = check_oracle(ids, experts=experts, hidden=hidden, intermediate=intermediate)
     dims = one_rank(T=ids.shape[0], K=ids.shape[1], E=experts, H=hidden, I=intermediate)
     arrays = device_oracle.irregular(*arrays)
     unfused, _ = launched(*arrays, dims=dims, launches=_ffi.UNFUSED)
-    assert bool(jnp.any(unfused != 0)) == bool(valid.size)
+    has_routes = bool(((ids >= 0) & (ids < experts)).any())
+    assert bool(jnp.any(unfused != 0)) == has_routes
     for _ in range(2):
         fused, _ = launched(*arrays, dims=dims, launches=_ffi.FUSED)
         assert int(num_rows_that_differ(fused, unfused)) == 0
@@ -73,54 +77,14 @@ def test_no_token() -> None:
     np.testing.assert_array_equal(counts, np.zeros(4))
 
 
-# T, K, E, H, I and which array exceeds 2**31 elements; all to one expert makes the last row count.
-LARGE = {
-    "pool": (65_536, 8, 8, 8192, 64),
-    "pool of one expert": (65_536, 8, 8, 8192, 64),
-    "x": (140_000, 1, 8, 16_384, 64),
-    "h": (140_000, 1, 8, 64, 16_384),
-}
-
-
-@pytest.mark.parametrize("name", sorted(LARGE))
-def test_row_offsets_beyond_32_bits(name: str) -> None:
-    T, K, E, H, I = LARGE[name]
-    routing = "one_expert" if "one expert" in name else "distinct"
-    ids = ROUTINGS[routing](tokens=T, choices=K, experts=E)
-    dims = one_rank(T=T, K=K, E=E, H=H, I=I)
-    rows = plan_sizes(dims, forward_steps(dims)).pool_rows
-    largest = {"pool": rows * H, "x": T * H, "h": rows * I}[name.split()[0]]
-    assert largest > ROW_STARTS
-    arrays = device_oracle.operands(ids, experts=E, hidden=H, intermediate=I)
-    y, _ = forward(*arrays)
-    assert device_oracle.rows_wrong(y, ids, experts=E) == []
-
-
-def test_weight_offsets_beyond_32_bits() -> None:
-    """40 experts of 2.7e9 elements a weight; half of the tokens go to the last expert."""
-    E, H, I = 40, 4096, 16_384
-    assert E * H * I > ROW_STARTS
-    ids = np.where(np.arange(64) < 32, 39, 31 + np.arange(64) % 8)[:, None].astype(np.int32)
-    arrays = device_oracle.operands(ids, experts=E, hidden=H, intermediate=I)
-    y, counts = forward(*arrays)
-    assert device_oracle.rows_wrong(y, ids, experts=E) == []
-    np.testing.assert_array_equal(counts, np.bincount(ids[:, 0], minlength=E))
+@pytest.mark.parametrize("name", LARGE)
+def test_offsets_beyond_32_bits(name: str) -> None:
+    dims, ids = large_case(name)
+    check_oracle(ids, experts=dims.E, hidden=dims.H, intermediate=dims.I)
 
 
 @pytest.mark.parametrize("choices", [1, 2, 8])
-@pytest.mark.parametrize(
-    ("hidden", "intermediate"),
-    [
-        (2880, 2880),
-        (4096, 704),
-        (7168, 2048),
-        (8192, 3072),
-        (2048, 768),
-        (5120, 1536),
-        (64, 64),
-        (128, 64),
-    ],
-)
+@pytest.mark.parametrize(("hidden", "intermediate"), MODELS)
 def test_sizes_of_known_models(hidden: int, intermediate: int, choices: int) -> None:
     ids = ROUTINGS["distinct"](tokens=333, choices=choices, experts=8)
     check(ids, experts=8, hidden=hidden, intermediate=intermediate)
@@ -224,11 +188,10 @@ def test_the_sum_over_choices_is_float32() -> None:
 
 def test_the_report_covers_the_largest_case() -> None:
     """What the largest sizes here ask for is what JAX's allocator sees, and it is free again."""
-    T, K, E, H, I = LARGE["pool"]
-    ids = ROUTINGS["distinct"](tokens=T, choices=K, experts=E)
-    arrays = device_oracle.operands(ids, experts=E, hidden=H, intermediate=I)
-    compiled = forward.lower(*arrays).compile()
+    dims, ids = large_case("pool")
+    sizes = {"experts": dims.E, "hidden": dims.H, "intermediate": dims.I}
+    compiled = forward.lower(*device_oracle.operands(ids, **sizes)).compile()
     analysis = compiled.memory_analysis()
-    workspace = memory_plan(T=T, K=K, E=E, H=H, I=I).workspace_bytes
+    workspace = memory_plan(T=dims.T, K=dims.K, E=dims.E, H=dims.H, I=dims.I).workspace_bytes
     assert analysis is not None
     assert workspace <= analysis.temp_size_in_bytes <= 1.01 * workspace + 2**26

@@ -15,7 +15,8 @@ from tests.mutation_programs import CHECKS
 from tests.mutations import FAULTS, NO_FAULT, SEMANTIC, Fault, table
 from tests.process import start_on_gpu
 
-pytestmark = pytest.mark.gpu
+# Its checks run in workers, each with a limit of its own.
+pytestmark = [pytest.mark.gpu, pytest.mark.limit(None)]
 
 # A check that is run for the first time compiles its programs; later it takes a few seconds.
 FIRST_LIMIT_S = 120
