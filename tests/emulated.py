@@ -33,7 +33,11 @@ from tests.cases import BF16, F32, Batch
 
 ROOT = Path(__file__).resolve().parents[1]
 # By program, what it needs of cuda/host.
-HOST_SOURCES = {"main": ("backward", "forward", "layer", "tensor_map"), "plan": ()}
+HOST_SOURCES = {
+    "main": ("backward", "forward", "layer", "tensor_map"),
+    "peers": ("exchange", "nccl", "peer_records", "peers"),
+    "plan": (),
+}
 
 
 def _cuda_headers() -> Path | None:
@@ -119,6 +123,16 @@ def plan(
     *arrays, cleared = _split(raw, [(shape, np.dtype(np.int32)) for shape in shapes])
     assert not cleared.any()
     return Plan(*arrays)
+
+
+def peers(num_ranks: int, *arguments: str) -> list[list[str]]:
+    """What each call of each rank returned, [step][rank]; the arguments are those of
+    tests/emulator/peers.cc."""
+    command = [_program("peers"), str(num_ranks), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
+    texts = [line.split(" ", 2)[2] for line in run.stdout.splitlines()]
+    return [texts[i : i + num_ranks] for i in range(0, len(texts), num_ranks)]
 
 
 def forward(batch: Batch, **options: Any) -> np.ndarray:
