@@ -1,5 +1,6 @@
 """Rows that the ranks of an axis exchange, by the peer probe and by JAX's own collective."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ def on_each_rank(mesh: Mesh, f: Callable[[jax.Array], jax.Array]) -> Callable[[A
     return jax.jit(sharded)
 
 
+@functools.cache
 def probe(mesh: Mesh, axis: str, configuration: int = 0) -> Callable[[Any], jax.Array]:
     """[devices, N] -> [devices, R, N]: what each device receives."""
 
@@ -39,6 +41,7 @@ def probe(mesh: Mesh, axis: str, configuration: int = 0) -> Callable[[Any], jax.
     return on_each_rank(mesh, exchange)
 
 
+@functools.cache
 def all_gather(mesh: Mesh, axis: str) -> Callable[[Any], jax.Array]:
     """The same by `jax.lax.all_gather`."""
     return on_each_rank(mesh, lambda row: jax.lax.all_gather(row, axis))

@@ -36,11 +36,11 @@ def test_every_rank_receives_the_rows_of_all_in_the_order_of_the_axis(
     order: tuple[int, ...],
 ) -> None:
     """The sizes grow, beyond the workspace too, and shrink."""
-    for N in (1, 7, 4096, 3_000_000, 1, 5_000_000, 4096):
+    for N in (7, 3_000_000, 7, 5_000_000):
         assert_all_receive(mesh_of(*order), AXIS, N, first=N)
 
 
-@pytest.mark.parametrize("N", [1, 1000])
+@pytest.mark.parametrize("N", [1, 20_000])
 def test_a_thousand_steps_with_a_late_rank(N: int) -> None:
     wrong = peers.count_wrong(mesh_of(0, 1), AXIS, 1000)(peers.rows(2, N))
     np.testing.assert_array_equal(np.asarray(wrong), [0, 0])
@@ -49,9 +49,9 @@ def test_a_thousand_steps_with_a_late_rank(N: int) -> None:
 def test_meshes_and_axes_take_turns_in_one_process() -> None:
     named_otherwise = Mesh(np.array(jax.devices("cuda")[:2]).reshape(1, 2), ("data", "model"))
     for turn in range(3):
-        assert_all_receive(mesh_of(0, 1), AXIS, 100 + turn)
-        assert_all_receive(mesh_of(1, 0), AXIS, 300 - turn)
-        assert_all_receive(named_otherwise, "model", 200)
+        assert_all_receive(mesh_of(0, 1), AXIS, 100, first=turn)
+        assert_all_receive(mesh_of(1, 0), AXIS, 300, first=turn)
+        assert_all_receive(named_otherwise, "model", 200, first=turn)
 
 
 def test_calls_that_nobody_waits_for_keep_their_order() -> None:
