@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ def rows(num_ranks: int, N: int, first: int = 0) -> np.ndarray:
     return ranks * RANK_STRIDE + np.arange(first, first + N, dtype=np.int32)[None, :]
 
 
-def on_each_rank(mesh: Mesh, f: Callable[[jax.Array], jax.Array]) -> Callable[[Any], jax.Array]:
+def on_each_rank(mesh: Mesh, f: Callable[[jax.Array], jax.Array]) -> jax.stages.Wrapped:
     """f of each device's row of an array [devices, ...], its results stacked likewise."""
     spec = PartitionSpec(mesh.axis_names)
     sharded = jax.shard_map(lambda row: f(row[0])[None], mesh=mesh, in_specs=spec, out_specs=spec)
@@ -30,7 +29,7 @@ def on_each_rank(mesh: Mesh, f: Callable[[jax.Array], jax.Array]) -> Callable[[A
 
 
 @functools.cache
-def probe(mesh: Mesh, axis: str, configuration: int = 0) -> Callable[[Any], jax.Array]:
+def probe(mesh: Mesh, axis: str, configuration: int = 0) -> jax.stages.Wrapped:
     """[devices, N] -> [devices, R, N]: what each device receives."""
 
     def exchange(row: jax.Array) -> jax.Array:
@@ -42,12 +41,12 @@ def probe(mesh: Mesh, axis: str, configuration: int = 0) -> Callable[[Any], jax.
 
 
 @functools.cache
-def all_gather(mesh: Mesh, axis: str) -> Callable[[Any], jax.Array]:
+def all_gather(mesh: Mesh, axis: str) -> jax.stages.Wrapped:
     """The same by `jax.lax.all_gather`."""
     return on_each_rank(mesh, lambda row: jax.lax.all_gather(row, axis))
 
 
-def count_wrong(mesh: Mesh, axis: str, num_steps: int) -> Callable[[Any], jax.Array]:
+def count_wrong(mesh: Mesh, axis: str, num_steps: int) -> jax.stages.Wrapped:
     """[devices, N], rows(R, N) along the axis -> [devices]: how many numbers were not those that a
     step sent, over all steps of a loop.
 

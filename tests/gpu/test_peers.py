@@ -78,6 +78,7 @@ def _run_pair() -> list[Found]:
             start_on_gpu(
                 *("-m", "tests.peer_programs", port, str(i)),
                 stderr=log,
+                JAX_PLATFORMS="cuda",
                 CUDA_VISIBLE_DEVICES=visible[i],
                 # Else the processes compile together, and they compile different programs here.
                 XLA_FLAGS="--xla_gpu_shard_autotuning=false",
