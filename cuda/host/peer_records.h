@@ -18,7 +18,7 @@ struct PeerCard {
   int64_t capacity;        // of the one that the rank has, 0 for none
   uint64_t configuration;  // hash of what the ranks of a call agree on
   char host_name[64];
-  char pci_bus[16];   // of the device: its name on the host, whatever a process sees
+  char pci_bus[32];   // of the device: its name on the host, whatever a process sees
   char refusal[512];  // why the rank cannot take part, or ""
 };
 

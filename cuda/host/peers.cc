@@ -13,10 +13,12 @@ namespace {
 
 // The granularity of the driver: a handle for other processes is one of whole pages.
 constexpr int64_t kPageBytes = 2 << 20;
+int64_t WholePages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
 PeerReport ReportOf(const CudaStatus& status) {
   PeerReport report = {};
   if (status.ok()) return report;
+  (void)cudaGetLastError();  // would be the error of a later call
   report.fault = PeerFault::kCuda;
   CopyText(status.text(), report.text, sizeof(report.text));
   return report;
@@ -121,7 +123,7 @@ std::string PeerWorkspace::Make(int64_t bytes) {
     const std::string also = Leave();
     return also.empty() ? why : why + "; " + also;
   }
-  peers_.bytes = (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+  peers_.bytes = WholePages(bytes);
   peers_.rank = exchange_.rank();
   peers_.num_ranks = exchange_.num_ranks();
   return "";
@@ -182,7 +184,7 @@ PeerReport PeerWorkspace::Allocate(int64_t bytes) {
 }
 
 CudaStatus PeerWorkspace::AllocateZeros(int64_t bytes, PeerReport* report) {
-  const size_t size = (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+  const int64_t size = WholePages(bytes);
   void* base = nullptr;
   const cudaError_t error = cudaMalloc(&base, size);
   if (error == cudaErrorMemoryAllocation) {
@@ -190,7 +192,7 @@ CudaStatus PeerWorkspace::AllocateZeros(int64_t bytes, PeerReport* report) {
     size_t free = 0, total = 0;
     MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free, &total));
     report->fault = PeerFault::kNoMemory;
-    report->bytes_needed = static_cast<int64_t>(size);
+    report->bytes_needed = size;
     report->bytes_free = static_cast<int64_t>(free);
     return {};
   }
