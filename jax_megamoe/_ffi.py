@@ -30,6 +30,7 @@ from jax_megamoe.plan import Plan, Step, backward_steps, forward_steps
 PLAN = "jax_megamoe_plan"
 FORWARD = "jax_megamoe_forward"
 BACKWARD = "jax_megamoe_backward"
+PEER_PROBE = "jax_megamoe_peer_probe"
 
 AxisName = str | tuple[str, ...] | None
 
@@ -270,13 +271,13 @@ def _attributes(dims: Dims, config: MegaMoEConfig, axis_name: AxisName) -> dict[
     attributes: dict[str, object] = {
         name: np.int64(getattr(dims, name)) for name in ("T", "K", "E", "R", "H", "I")
     }
-    attributes["groups"] = _rank_groups(dims, axis_name)
+    attributes["groups"] = _rank_groups(axis_name)
     attributes["precision"] = config.precision
     attributes["activation"] = config.activation
     return attributes
 
 
-def _rank_groups(dims: Dims, axis_name: AxisName) -> np.ndarray:
+def _rank_groups(axis_name: AxisName) -> np.ndarray:
     """int64 [devices], the flattened device ids of the mesh, R at a time: those of one group.
 
     Ids count the devices of the mesh in row-major order; a group holds its ranks in order.
@@ -311,3 +312,34 @@ def wait_probe(
     call = jax.ffi.ffi_call(f"jax_megamoe_wait_probe_{report}", [word, word])
     came, flag = call(trigger, deadline_ns=np.int64(deadline_ns), release_ns=np.int64(release_ns))
     return came, flag
+
+
+def peer_probe(
+    row: jax.Array,
+    *,
+    axis_name: str | tuple[str, ...],
+    configuration: int = 0,
+    deadline_s: float = WAIT_DEADLINE_S,
+) -> jax.Array:
+    """`jax.lax.all_gather` by stores into the memory of the peers: a test of how they are found.
+
+    Args:
+      row: int32 [N], inside shard_map.
+      axis_name: the mesh axis or axes of the R ranks.
+      configuration: static, 64 bits; ranks whose configurations differ are refused.
+      deadline_s: how long a rank waits for the others.
+
+    Returns:
+      int32 [R, N], the rows of all ranks.
+    """
+    register()
+    num_ranks = jax.lax.axis_size(axis_name)
+    (N,) = row.shape
+    return jax.ffi.ffi_call(PEER_PROBE, result_type(row, (num_ranks, N), jnp.int32))(
+        row,
+        R=np.int64(num_ranks),
+        N=np.int64(N),
+        groups=_rank_groups(axis_name),
+        configuration=np.int64(configuration),
+        deadline_ns=np.int64(deadline_s * 1e9),
+    )

@@ -34,10 +34,14 @@ from jax_megamoe.plan import (
 from tests.cases import BF16, F32, Batch
 
 ROOT = Path(__file__).resolve().parents[1]
-# By program, what it needs of cuda/host.
 # The part of cuda/shared/part.h that only several ranks have.
 FINISH = 512
-HOST_SOURCES = {"main": ("backward", "forward", "layer", "tensor_map"), "plan": ()}
+# By program, what it needs of cuda/host.
+HOST_SOURCES = {
+    "main": ("backward", "forward", "layer", "peer_arrays", "tensor_map"),
+    "peers": ("exchange", "nccl", "peer_records", "peers"),
+    "plan": (),
+}
 
 
 def _cuda_headers() -> Path | None:
@@ -123,6 +127,16 @@ def plan(
     *arrays, cleared = _split(raw, [(shape, np.dtype(np.int32)) for shape in shapes])
     assert not cleared.any()
     return Plan(*arrays)
+
+
+def peers(num_ranks: int, *arguments: str) -> list[list[str]]:
+    """What each call of each rank returned, [step][rank]; the arguments are those of
+    tests/emulator/peers.cc."""
+    command = [_program("peers"), str(num_ranks), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
+    texts = [line.split(" ", 2)[2] for line in run.stdout.splitlines()]
+    return [texts[i : i + num_ranks] for i in range(0, len(texts), num_ranks)]
 
 
 def forward(batch: Batch, *, ranks: int = 1, **options: Any) -> np.ndarray:
@@ -211,9 +225,10 @@ def _run(
     header += [is_backward, len(steps), is_float, keep]
     header += [multiprocessors, seed, has_failed, _fault, len(launches)]
     header += [*launches, *[0] * (8 - len(launches))]
-    arrays = [np.array(header, np.int32), ids, batch.expert_weight.astype(F32)]
+    arrays = [np.array(header, np.int32)]
     weights = [a.astype(BF16) for a in (batch.w_gate, batch.w_up, batch.w_down)]
-    operands = [batch.x.astype(BF16), *weights]
+    operands = [ids.reshape(batch.expert_idx.shape), batch.expert_weight.astype(F32)]
+    operands += [batch.x.astype(BF16), *weights]
     operands += [batch.dy.astype(BF16), *kept] if is_backward else []
     for rank, plan in enumerate(plans):
         arrays += [*plan, *(np.split(a, dims.R)[rank] for a in operands)]

@@ -19,4 +19,7 @@ std::vector<Registration> LayerRegistrations();
 // The stages of the wait probe, one target for each way of reporting a fault.
 std::vector<Registration> WaitProbeRegistrations();
 
+// The stages of the peer probe.
+std::vector<Registration> PeerProbeRegistrations();
+
 }  // namespace megamoe

@@ -23,7 +23,8 @@ namespace {
 
 nb::dict Registrations() {
   nb::dict targets;
-  for (const auto& group : {megamoe::LayerRegistrations(), megamoe::WaitProbeRegistrations()}) {
+  for (const auto& group : {megamoe::LayerRegistrations(), megamoe::WaitProbeRegistrations(),
+                            megamoe::PeerProbeRegistrations()}) {
     for (const megamoe::Registration& r : group) {
       if (!targets.contains(r.target)) targets[r.target] = nb::dict();
       nb::cast<nb::dict>(targets[r.target])[r.stage] =

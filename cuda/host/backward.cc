@@ -76,7 +76,7 @@ CudaStatus RunBackward(cudaStream_t stream, const BackwardCall& c) {
   params.dw_partial = c.dw_partial;
   params.dw = c.dw;
   const int64_t num_counters = NumBackwardCounters(c.pool_rows, c.plan.dims.experts_per_rank());
-  return RunLaunches(stream, c, num_counters, &params,
+  return RunLaunches(stream, c, c.x, c.dy, num_counters, &params,
                      [&](int num_multiprocessors, bool starts_early) {
                        return LaunchBackward(stream, num_multiprocessors, maps, params,
                                              c.float_gradients, starts_early);

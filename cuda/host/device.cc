@@ -5,6 +5,7 @@
 #include <mutex>
 #include <set>
 
+#include "comm/peer_probe.h"
 #include "comm/wait_probe.h"
 #include "host/fault.h"
 #include "kernel/backward.h"
@@ -50,8 +51,8 @@ std::string PrepareDevice(int device) {
            std::to_string(properties.minor) +
            "; the kernels run on 9.0 (H100, H200, GH200) only; use backend=\"reference\"";
   }
-  for (const CudaStatus& status :
-       {plan::Load(), LoadForward(), LoadBackward(), LoadWaitProbe(), OpenFaultChannel(device)}) {
+  for (const CudaStatus& status : {plan::Load(), LoadForward(), LoadBackward(), LoadWaitProbe(),
+                                   LoadPeerProbe(), OpenFaultChannel(device)}) {
     if (!status.ok()) return status.text();
   }
   ready->insert(device);

@@ -1,5 +1,6 @@
 #include "host/layer.h"
 
+#include "comm/share_inputs.h"
 #include "plan/plan.h"
 
 namespace megamoe {
@@ -14,6 +15,11 @@ CudaStatus NumMultiprocessors(int* count) {
   MEGAMOE_RETURN_IF_CUDA_ERROR(
       cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device));
   return {};
+}
+
+// Of all ranks.
+const int32_t* RoutingOf(const LayerCall& c) {
+  return c.plan.dims.R > 1 ? c.peers.expert_idx[c.plan.rank] : c.expert_idx;
 }
 
 }  // namespace
@@ -36,19 +42,27 @@ LayerParams ParamsOf(const LayerCall& c) {
   params.plan = c.plan_arrays;
   params.counters = {c.counters, c.counters + kClaimStride, c.counters + 2 * kClaimStride,
                      c.counters + 3 * kClaimStride, TileCounters(c, 0)};
-  params.expert_idx = c.expert_idx;
-  params.expert_weight = c.expert_weight;
+  params.expert_idx = RoutingOf(c);
+  params.expert_weight =
+      c.plan.dims.R > 1 ? c.peers.expert_weight[c.plan.rank] : c.expert_weight;
   params.peers = c.peers;
   params.trace = c.trace;
   return params;
 }
 
-CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, int64_t num_counters,
-                       LayerParams* params, const Launch& launch) {
+CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, const void* dy,
+                       int64_t num_counters, LayerParams* params, const Launch& launch) {
   int num_multiprocessors = 0;
   if (CudaStatus status = NumMultiprocessors(&num_multiprocessors); !status.ok()) return status;
+  if (c.plan.dims.R > 1) {
+    const ShareParams inputs = {c.plan.dims,     c.H,    x,      dy, c.expert_idx,
+                                c.expert_weight, c.wait, c.peers};
+    if (CudaStatus status = LaunchShareInputs(stream, num_multiprocessors, inputs); !status.ok()) {
+      return status;
+    }
+  }
   const plan::Cleared counters = {c.counters, num_counters};
-  if (CudaStatus status = plan::Launch(stream, c.plan, c.expert_idx, c.plan_arrays, counters);
+  if (CudaStatus status = plan::Launch(stream, c.plan, RoutingOf(c), c.plan_arrays, counters);
       !status.ok()) {
     return status;
   }

@@ -19,9 +19,9 @@ struct LayerCall {
   int I;
   int num_blocks;  // B of the summation tree
   int64_t pool_rows;
-  const int32_t* expert_idx;   // [R, T, K]
-  const float* expert_weight;  // [R, T, K]
-  Peers peers;                 // with more than one rank
+  const int32_t* expert_idx;   // [T, K]
+  const float* expert_weight;  // [T, K]
+  PeerArrays peers;            // with more than one rank
   uint32_t* counters;          // see TileCounters
   const int64_t* launches;     // the parts (shared/part.h) of each
   int64_t num_launches;
@@ -38,9 +38,9 @@ uint32_t* TileCounters(const LayerCall& call, int i);
 LayerParams ParamsOf(const LayerCall& call);
 
 // Enqueues the plan, which clears the counters, and then each of the launches, for which it sets
-// params->parts. Allocates nothing and does not wait.
+// params->parts. With more than one rank the inputs are shared before: x and, if not null, dy. Allocates nothing and does not wait.
 using Launch = std::function<CudaStatus(int num_multiprocessors, bool starts_early)>;
-CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& call, int64_t num_counters,
-                       LayerParams* params, const Launch& launch);
+CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& call, const void* x, const void* dy,
+                       int64_t num_counters, LayerParams* params, const Launch& launch);
 
 }  // namespace megamoe

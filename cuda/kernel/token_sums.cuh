@@ -16,7 +16,7 @@ struct TokenSums {
 
   // The row of a token in an array [T, H] of its rank.
   static __device__ __forceinline__ const uint4* RowOf(const Params& p, const uint4* own,
-                                                       const uint4* const* of_ranks, int token) {
+                                                       uint4* const* of_ranks, int token) {
     const int64_t row_vectors = p.H / kVector;
     if constexpr (!kWithPeers) return own + token * row_vectors;
     const int source = token / p.dims.T;

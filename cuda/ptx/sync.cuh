@@ -144,6 +144,9 @@ __device__ __forceinline__ void StoreReleaseSystem(uint32_t* flag, uint32_t valu
   asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
+// Orders what this thread has seen and written before with all that it writes after.
+__device__ __forceinline__ void FenceSystem() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 // ---- flags in global memory, seen by the whole GPU ----
 
 __device__ __forceinline__ uint32_t LoadAcquire(const uint32_t* flag) {
@@ -166,6 +169,16 @@ __device__ __forceinline__ uint32_t FetchIncrement(uint32_t* word) {
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xfffffffe;"
                : "=r"(old)
                : "l"(word)
+               : "memory");
+  return old;
+}
+
+// Adds 1, or writes 0 in place of `end`, and returns what the word was.
+__device__ __forceinline__ uint32_t FetchIncrementBelow(uint32_t* word, uint32_t end) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(word), "r"(end - 1)
                : "memory");
   return old;
 }

@@ -7,7 +7,7 @@
 
 #include "shared/fault.h"
 #include "shared/part.h"
-#include "shared/peers.h"
+#include "shared/peer_arrays.h"
 #include "shared/plan.h"
 #include "shared/problem.h"
 #include "shared/trace.h"
@@ -52,7 +52,7 @@ struct LayerParams {
   LayerCounters counters;
   const int32_t* expert_idx;   // [R, T, K]
   const float* expert_weight;  // [R, T, K]
-  Peers peers;                 // with more than one rank
+  PeerArrays peers;            // with more than one rank
   TraceBuffer trace;
 };
 

@@ -1,24 +1,25 @@
-// What a rank of an expert group sees of the others: memory of theirs that its kernels read and
-// write. Nothing of it is ever cleared; a flag that holds the epoch of a call is raised for it.
+// What a kernel knows of the GPUs of its expert group.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
+#include <cstddef>
 #include <cstdint>
 
 namespace megamoe {
 
+// R is 1, 2, 4 or 8: a rank holds a whole subtree of the summation tree.
 constexpr int kMaxRanks = 8;
 
-// By rank, this one included. Each rank's own arrays, seen from here:
+// The workspaces of a group in one call, passed to its kernels by value.
+//
+// Fresh memory is zero, epochs begin at 1 and nothing is cleared between calls. So a flag may hold
+// epochs of this configuration alone, and where things lie may depend on `bytes` and on what the
+// configuration fixes, but on nothing else that differs between calls.
 struct Peers {
-  const uint4* x[kMaxRanks];   // [T, H] bf16, in place before the kernel starts
-  const uint4* dy[kMaxRanks];  // [T, H] bf16, likewise, in the backward
-  // What each rank adds to this one's tokens. Written by the rank of the first index.
-  float* sums[kMaxRanks];         // [R, T, H]: of its experts' rows of a token
-  float* dw[kMaxRanks];           // [T, K]: of the routes to it, in the backward
-  uint32_t* sums_done[kMaxRanks];  // [R, T]: the epoch of the call when both are there
-  uint32_t epoch;                 // of this call, the same on all ranks
+  std::byte* base[kMaxRanks];  // by rank, as this device reaches them; its own one too
+  int64_t bytes;               // of each
+  uint32_t epoch;              // of the call, the same on all ranks; wraps
+  int32_t rank;
+  int32_t num_ranks;
 };
 
 }  // namespace megamoe

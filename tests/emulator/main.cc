@@ -1,13 +1,15 @@
 // Runs one call of the forward or of the backward on each of the emulated devices of an expert group,
 // all at once: emulator IN OUT.
 //
-// IN holds the numbers of `Header`, the routing of all ranks and, for each rank, the arrays of its plan
-// and its operands; OUT gets the results, rank by rank.
+// IN holds the numbers of `Header` and, for each rank, the arrays of its plan and its operands; OUT
+// gets the results, rank by rank.
 // tests/emulated.py writes and reads them. All else that a call takes is full of NaN.
 #include <cstdio>
 
+#include "comm/share_inputs.cuh"
 #include "host/backward.h"
 #include "host/forward.h"
+#include "host/peer_arrays.h"
 #include "kernel/backward.h"
 #include "kernel/backward_steps.cuh"
 #include "kernel/forward.h"
@@ -92,13 +94,8 @@ struct WaitState {
   uint32_t failed_epoch;
 };
 
-struct Routing {
-  const int32_t* expert_idx;
-  const float* expert_weight;
-};
-
-LayerCall ReadLayer(FILE* file, const Header& h, const Routing& routing, int rank,
-                    const int64_t* launches, WaitState* wait) {
+LayerCall ReadLayer(FILE* file, const Header& h, int rank, const int64_t* launches,
+                    WaitState* wait) {
   if (h.has_failed != 0) wait->failed_epoch = kEpoch;
   LayerCall call = {};
   call.plan.dims = {h.T, h.K, h.E, h.R};
@@ -116,8 +113,8 @@ LayerCall ReadLayer(FILE* file, const Header& h, const Routing& routing, int ran
   call.I = h.I;
   call.num_blocks = h.num_blocks;
   call.pool_rows = h.pool_rows;
-  call.expert_idx = routing.expert_idx;
-  call.expert_weight = routing.expert_weight;
+  call.expert_idx = Read<int32_t>(file, h.T * h.K);
+  call.expert_weight = Read<float>(file, h.T * h.K);
   call.launches = launches;
   call.num_launches = h.num_launches;
   call.wait = {&wait->page, &wait->failed_epoch, ~uint64_t{0}, kEpoch, rank};
@@ -238,6 +235,12 @@ void RunForwardKernel(const Maps& maps, const Params& params) {
   }
 }
 
+CudaStatus LaunchShareInputs(cudaStream_t, int blocks, const ShareParams& params) {
+  static_assert(kShareThreads == emulator::kBlockThreads);
+  streams.back().push_back({[=] { ShareInputs(params); }, blocks});
+  return {};
+}
+
 CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
                          const ForwardParams& params, bool) {
   streams.back().push_back({[=] { RunForwardKernel<ForwardSteps>(maps, params); }, blocks});
@@ -270,29 +273,24 @@ template <typename Call>
 void RunRanks(FILE* file, const Header& h, const std::vector<int64_t>& launches,
               Call (*read)(FILE*, const Header&, const LayerCall&, Results*),
               megamoe::CudaStatus (*enqueue)(cudaStream_t, const Call&), Results* out) {
-  const int64_t slots = int64_t{h.R} * h.T * h.K;
-  Routing routing = {};
-  routing.expert_idx = Read<int32_t>(file, slots);
-  routing.expert_weight = Read<float>(file, slots);
   std::vector<WaitState> waits(h.R);
   std::vector<Call> calls;
+  const megamoe::RoutingDims dims = {h.T, h.K, h.E, h.R};
   megamoe::Peers peers = {};
+  peers.bytes = megamoe::PeerArrayBytes(dims, h.H);
   peers.epoch = kEpoch;
+  peers.num_ranks = h.R;
   for (int r = 0; r < h.R; ++r) {
-    const LayerCall layer = ReadLayer(file, h, routing, r, launches.data(), &waits[r]);
-    calls.push_back(read(file, h, layer, out));
-    peers.x[r] = static_cast<const uint4*>(calls[r].x);
-    if constexpr (std::is_same_v<Call, megamoe::BackwardCall>) {
-      peers.dy[r] = static_cast<const uint4*>(calls[r].dy);
-    }
-    peers.sums[r] = static_cast<float*>(Allocate(int64_t{h.R} * h.T * h.H * sizeof(float)));
-    peers.dw[r] = static_cast<float*>(Allocate(int64_t{h.T} * h.K * sizeof(float)));
-    peers.sums_done[r] = static_cast<uint32_t*>(Allocate(int64_t{h.R} * h.T * sizeof(uint32_t)));
+    calls.push_back(read(file, h, ReadLayer(file, h, r, launches.data(), &waits[r]), out));
+    // As fresh memory is; what calls before have left is never taken for this one's.
+    peers.base[r] = static_cast<std::byte*>(Allocate(peers.bytes));
+    std::memset(peers.base[r], 0, peers.bytes);
   }
-  for (Call& call : calls) {
-    call.peers = peers;
+  for (int r = 0; r < h.R; ++r) {
+    peers.rank = r;
+    calls[r].peers = megamoe::PeerArraysOf(peers, dims, h.H);
     streams.emplace_back();
-    const megamoe::CudaStatus status = enqueue(nullptr, call);
+    const megamoe::CudaStatus status = enqueue(nullptr, calls[r]);
     if (!status.ok()) emulator::Fail(status.call);
   }
   RunStreams();

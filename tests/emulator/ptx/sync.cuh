@@ -59,6 +59,7 @@ inline void StoreAt(uint32_t shared, uint32_t barrier, uint32_t rank, uint4 v) {
 }
 
 inline void FenceAsyncShared() {}
+inline void FenceSystem() {}
 inline void FenceAsyncGlobal() {}
 
 inline uint32_t LoadAcquireSystem(const uint32_t* flag) { return *flag; }
@@ -71,6 +72,12 @@ inline uint32_t LoadAcquire(const uint32_t* flag) {
 inline uint32_t LoadRelaxed(const uint32_t* flag) { return *flag; }
 inline void AddRelease(uint32_t* flag, uint32_t value) { *flag += value; }
 inline uint32_t FetchIncrement(uint32_t* word) { return atomicAdd(word, 1); }
+inline uint32_t FetchIncrementBelow(uint32_t* word, uint32_t end) {
+  emulator::Yield();
+  const uint32_t old = *word;
+  *word = old + 1 < end ? old + 1 : 0;
+  return old;
+}
 
 inline uint4 LoadStreaming(const uint4* from) { return *from; }
 inline void StoreStreaming(uint4* to, uint4 v) { *to = v; }

@@ -1,0 +1,55 @@
+// Share: gives the ranks of the expert group what a call reads of this one, and waits until all have
+// done the same.
+//
+// reads      x, in the backward dy, expert_idx and expert_weight of this rank
+// writes     PeerArrays: x and dy in the own workspace, the routing in that of every rank
+// waits on   inputs_done of every rank, in the last block to come to its end: no block waits for
+//            another one of the kernel
+// signals    inputs_done at every rank
+//
+// What is overwritten was read: a rank's call before has ended, so it has got the sums of all its
+// tokens from all ranks, and those had read its rows and its routing before they sent them. And no
+// rank writes sums of this call before it has this rank's inputs, which come behind the end of its
+// call before, when it had read all sums of that.
+#pragma once
+
+#include "comm/share_inputs.h"
+#include "comm/wait.cuh"
+
+namespace megamoe {
+
+// Elements of 16 bytes, or of 4: a rank's part of the routing begins at no multiple of 16.
+template <typename T>
+__device__ inline void CopyShare(T* to, const void* from, int64_t count) {
+  for (int64_t i = int64_t{blockIdx.x} * kShareThreads + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * kShareThreads) {
+    to[i] = static_cast<const T*>(from)[i];
+  }
+}
+
+__device__ inline void ShareInputs(const ShareParams& p) {
+  const int rank = p.wait.rank;
+  const int64_t vectors = int64_t{p.dims.T} * p.H * 2 / static_cast<int64_t>(sizeof(uint4));
+  const int64_t slots = int64_t{p.dims.T} * p.dims.K;
+  CopyShare(p.peers.x[rank], p.x, vectors);
+  if (p.dy != nullptr) CopyShare(p.peers.dy[rank], p.dy, vectors);
+  for (int r = 0; r < p.dims.R; ++r) {
+    CopyShare(p.peers.expert_idx[r] + rank * slots, p.expert_idx, slots);
+    CopyShare(p.peers.expert_weight[r] + rank * slots, p.expert_weight, slots);
+  }
+  ptx::FenceSystem();
+  __syncthreads();
+  if (threadIdx.x >= kWarpThreads) return;
+  const int lane = static_cast<int>(threadIdx.x);
+  unsigned ended = 0;
+  if (lane == 0) ended = ptx::FetchIncrementBelow(p.peers.blocks_done, gridDim.x);
+  if (__shfl_sync(kAllLanes, ended, 0) + 1 < gridDim.x) return;
+  ptx::FenceSystem();  // what the other blocks have written comes before the flags
+  const bool is_rank = lane < p.dims.R;
+  if (is_rank) ptx::StoreReleaseSystem(p.peers.inputs_done[lane] + rank, p.peers.epoch);
+  const WaitSite site = {Phase::kPeerInputs, lane, -1, static_cast<int32_t>(blockIdx.x)};
+  const auto poll = [&] { return ptx::LoadAcquireSystem(p.peers.inputs_done[rank] + lane); };
+  BoundedWait(is_rank, poll, p.peers.epoch, /*pause_ns=*/100, p.wait, site);
+}
+
+}  // namespace megamoe

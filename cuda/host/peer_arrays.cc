@@ -1,0 +1,61 @@
+#include "host/peer_arrays.h"
+
+#include <cstddef>
+
+namespace megamoe {
+namespace {
+
+constexpr int64_t kAlignment = 256;  // of every array, more than any access needs
+
+// Bytes from the beginning of a workspace. Flags come first, so that they lie apart from data.
+struct Offsets {
+  int64_t blocks_done, inputs_done, sums_done, expert_idx, expert_weight, dw, x, dy, sums, end;
+};
+
+Offsets OffsetsOf(const RoutingDims& d, int H) {
+  const int64_t tokens = d.T;
+  const int64_t slots = tokens * d.K;
+  int64_t end = 0;
+  const auto place = [&](int64_t bytes) {
+    const int64_t at = end;
+    end = (end + bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return at;
+  };
+  Offsets o = {};
+  o.blocks_done = place(sizeof(uint32_t));
+  o.inputs_done = place(d.R * sizeof(uint32_t));
+  o.sums_done = place(d.R * tokens * sizeof(uint32_t));
+  o.expert_idx = place(d.R * slots * sizeof(int32_t));
+  o.expert_weight = place(d.R * slots * sizeof(float));
+  o.dw = place(slots * sizeof(float));
+  o.x = place(tokens * H * 2);
+  o.dy = place(tokens * H * 2);
+  o.sums = place(d.R * tokens * H * sizeof(float));
+  o.end = end;
+  return o;
+}
+
+}  // namespace
+
+int64_t PeerArrayBytes(const RoutingDims& dims, int H) { return OffsetsOf(dims, H).end; }
+
+PeerArrays PeerArraysOf(const Peers& peers, const RoutingDims& dims, int H) {
+  const Offsets o = OffsetsOf(dims, H);
+  PeerArrays a = {};
+  for (int r = 0; r < dims.R; ++r) {
+    std::byte* base = peers.base[r];
+    a.x[r] = reinterpret_cast<uint4*>(base + o.x);
+    a.dy[r] = reinterpret_cast<uint4*>(base + o.dy);
+    a.expert_idx[r] = reinterpret_cast<int32_t*>(base + o.expert_idx);
+    a.expert_weight[r] = reinterpret_cast<float*>(base + o.expert_weight);
+    a.inputs_done[r] = reinterpret_cast<uint32_t*>(base + o.inputs_done);
+    a.sums[r] = reinterpret_cast<float*>(base + o.sums);
+    a.dw[r] = reinterpret_cast<float*>(base + o.dw);
+    a.sums_done[r] = reinterpret_cast<uint32_t*>(base + o.sums_done);
+  }
+  a.blocks_done = reinterpret_cast<uint32_t*>(peers.base[peers.rank] + o.blocks_done);
+  a.epoch = peers.epoch;
+  return a;
+}
+
+}  // namespace megamoe

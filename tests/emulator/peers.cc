@@ -1,0 +1,295 @@
+// Runs the setup of peers, cuda/host/peers.cc, with a thread for each rank and neither GPU nor
+// NCCL:
+//
+//   peers R STEP... [OPTION...]
+//
+// A STEP is the calls that the ranks make next, joined by "/", each BYTES:CONFIGURATION, or "-" of
+// a rank that does not come. The ranks meet between steps. Prints "STEP RANK TEXT" for each call,
+// TEXT being "ok EPOCH" or why not. An OPTION says what the machine is like:
+//   host=RANK        the rank is on another host     alone=RANK     it is a process of its own
+//   deny=RANK        it has no peer access           refuse=RANK    it cannot run
+//   memory=BYTES     of each device                  no-nccl        JAX has loaded none
+//
+// The machine ends the program when memory is freed that another rank has open, or is not zero.
+#include "host/peers.h"
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "host/identity.h"
+
+namespace {
+
+constexpr uint64_t kDeadlineNs = 200'000'000;
+constexpr int kMaxRanks = megamoe::kMaxRanks;
+
+[[noreturn]] void Fail(const char* text) {
+  std::fprintf(stderr, "%s\n", text);
+  std::_Exit(1);
+}
+
+struct Machine {
+  int num_ranks = 0;
+  int other_host = -1, alone = -1, denied = -1, refusing = -1;
+  size_t memory = size_t{1} << 30;
+  bool has_nccl = true;
+};
+Machine machine;
+
+thread_local int my_rank = 0;
+thread_local cudaError_t last_error = cudaSuccess;
+
+bool SharesProcess(int a, int b) { return a == b || (a != machine.alone && b != machine.alone); }
+bool Reaches(int a, int b) { return a == b || (a != machine.denied && b != machine.denied); }
+
+std::mutex mutex;  // of all below
+
+struct Allocation {
+  int rank;
+  size_t bytes;
+  int opened;
+};
+std::map<void*, Allocation> allocations;
+
+// What each rank said in each of its gathers, and where it wants the answers.
+struct Said {
+  std::string record;
+  void* to;
+};
+std::vector<Said> said[kMaxRanks];
+size_t num_answered[kMaxRanks];
+
+cudaError_t Return(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+// A rank of its own communicator, so that the library sees different ones.
+int communicators[kMaxRanks];
+int RankOf(void* communicator) { return static_cast<int*>(communicator) - communicators; }
+
+int FakeAllGather(const void* from, void* to, size_t count, int, void* communicator, cudaStream_t) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  said[RankOf(communicator)].push_back({{static_cast<const char*>(from), count}, to});
+  return megamoe::Nccl::kSuccess;
+}
+int FakeCount(void*, int* num_ranks) { return *num_ranks = machine.num_ranks, 0; }
+int FakeUserRank(void* communicator, int* rank) { return *rank = RankOf(communicator), 0; }
+int FakeAsyncError(void*, int* error) { return *error = megamoe::Nccl::kSuccess; }
+const char* FakeErrorString(int) { return "an error of NCCL"; }
+
+bool IsAnswered(int rank) {
+  const size_t i = num_answered[rank];
+  if (i == said[rank].size()) return true;
+  for (int other = 0; other < machine.num_ranks; ++other) {
+    if (said[other].size() <= i) return false;
+  }
+  char* to = static_cast<char*>(said[rank][i].to);
+  for (int other = 0; other < machine.num_ranks; ++other) {
+    const std::string& record = said[other][i].record;
+    if (record.size() != said[rank][i].record.size()) Fail("ranks gather different records");
+    to = std::copy(record.begin(), record.end(), to);
+  }
+  ++num_answered[rank];
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+void* dlopen(const char*, int) noexcept { return machine.has_nccl ? &machine : nullptr; }
+
+void* dlsym(void*, const char* name) noexcept {
+  const std::string_view wanted = name;
+  if (wanted == "ncclAllGather") return reinterpret_cast<void*>(FakeAllGather);
+  if (wanted == "ncclCommCount") return reinterpret_cast<void*>(FakeCount);
+  if (wanted == "ncclCommUserRank") return reinterpret_cast<void*>(FakeUserRank);
+  if (wanted == "ncclCommGetAsyncError") return reinterpret_cast<void*>(FakeAsyncError);
+  return reinterpret_cast<void*>(FakeErrorString);
+}
+
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+const char* cudaGetErrorName(cudaError_t) { return "an error"; }
+const char* cudaGetErrorString(cudaError_t) { return "of CUDA"; }
+
+cudaError_t cudaDeviceGetPCIBusId(char* name, int size, int device) {
+  std::snprintf(name, size, "0000:%02x:00.0", device);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* name) {
+  const int rank = std::atoi(name + 5);
+  if (!SharesProcess(my_rank, rank)) return Return(cudaErrorInvalidDevice);
+  *device = rank;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+  *can = Reaches(device, peer);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) {
+  return Return(cudaErrorPeerAccessAlreadyEnabled);  // as where XLA was first
+}
+
+cudaError_t cudaMalloc(void** base, size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  size_t used = 0;
+  for (const auto& [_, allocation] : allocations) {
+    if (allocation.rank == my_rank) used += allocation.bytes;
+  }
+  if (used + bytes > machine.memory) return Return(cudaErrorMemoryAllocation);
+  *base = std::malloc(bytes);
+  std::memset(*base, 0xff, bytes);
+  allocations[*base] = {my_rank, bytes, 0};
+  return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *free = 4096;
+  *total = machine.memory;
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* base) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = allocations.find(base);
+  if (found == allocations.end() || found->second.rank != my_rank) Fail("frees what is not its");
+  if (found->second.opened != 0) Fail("frees what a peer has open");
+  allocations.erase(found);
+  std::free(base);
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return IsAnswered(my_rank) ? cudaSuccess : Return(cudaErrorNotReady);
+}
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* base) {
+  std::memcpy(handle, &base, sizeof(base));
+  return cudaSuccess;
+}
+cudaError_t cudaIpcOpenMemHandle(void** base, cudaIpcMemHandle_t handle, unsigned) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::memcpy(base, &handle, sizeof(*base));
+  Allocation& allocation = allocations.at(*base);
+  if (SharesProcess(allocation.rank, my_rank)) Fail("opens a handle of its own process");
+  if (!Reaches(allocation.rank, my_rank)) return Return(cudaErrorPeerAccessUnsupported);
+  ++allocation.opened;
+  return cudaSuccess;
+}
+cudaError_t cudaIpcCloseMemHandle(void* base) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (--allocations.at(base).opened < 0) Fail("closes what it has not open");
+  return cudaSuccess;
+}
+
+}  // extern "C"
+
+namespace megamoe {
+
+std::string HostName() { return my_rank == machine.other_host ? "there" : "here"; }
+uint64_t HostIdentity() { return my_rank == machine.other_host; }
+uint64_t ProcessIdentity() { return my_rank == machine.alone; }
+
+}  // namespace megamoe
+
+namespace {
+
+// Every word of every rank is there and zero. The words at the end: they are the own rank's to use.
+void CheckMemory(const megamoe::Peers& peers, int64_t bytes) {
+  if (peers.bytes < bytes || peers.num_ranks != machine.num_ranks) Fail("the wrong workspace");
+  for (int rank = 0; rank < peers.num_ranks; ++rank) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = allocations.find(peers.base[rank]);
+    if (found == allocations.end()) Fail("a peer's memory is not there");
+    if (found->second.rank != rank) Fail("a peer's memory is another's");
+    if (found->second.bytes < static_cast<size_t>(peers.bytes)) Fail("a peer's memory is short");
+    for (int64_t i = 0; i < bytes; ++i) {
+      if (peers.base[rank][i] != std::byte{0}) Fail("fresh memory is not zero");
+    }
+  }
+}
+
+std::string Call(const std::string& call) {
+  const int64_t bytes = std::stoll(call);
+  const uint64_t configuration = std::stoull(call.substr(call.find(':') + 1));
+  auto& workspace =
+      megamoe::PeerWorkspace::Of(communicators + my_rank, /*device=*/my_rank, configuration);
+  const std::string refusal = my_rank == machine.refusing ? "it has no Hopper GPU" : "";
+  if (std::string why = workspace.Prepare({bytes, kDeadlineNs, refusal}); !why.empty()) return why;
+  megamoe::Peers peers;
+  if (std::string why = workspace.NextCall(bytes, &peers); !why.empty()) return why;
+  if (peers.rank != my_rank) return "the wrong rank";
+  if (last_error != cudaSuccess) return "an error is left for a later call";
+  CheckMemory(peers, bytes);
+  return "ok " + std::to_string(peers.epoch);
+}
+
+void RunStep(int index, const std::string& step) {
+  std::vector<std::string> texts(machine.num_ranks);
+  std::vector<std::thread> ranks;
+  size_t begin = 0;
+  for (int rank = 0; rank < machine.num_ranks; ++rank) {
+    const size_t end = std::min(step.find('/', begin), step.size());
+    const std::string call = step.substr(begin, end - begin);
+    begin = end + 1;
+    if (call == "-") continue;
+    ranks.emplace_back([&texts, call, rank] {
+      my_rank = rank;
+      texts[rank] = Call(call);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  for (int rank = 0; rank < machine.num_ranks; ++rank) {
+    std::printf("%d %d %s\n", index, rank, texts[rank].c_str());
+  }
+}
+
+bool ReadOption(const std::string& text) {
+  const size_t equals = text.find('=');
+  const std::string name = text.substr(0, equals);
+  const size_t value = equals == std::string::npos ? 0 : std::stoull(text.substr(equals + 1));
+  if (name == "no-nccl") return machine.has_nccl = false, true;
+  if (name == "memory") return machine.memory = value, true;
+  const std::map<std::string, int*> of_rank = {{"host", &machine.other_host},
+                                               {"alone", &machine.alone},
+                                               {"deny", &machine.denied},
+                                               {"refuse", &machine.refusing}};
+  const auto found = of_rank.find(name);
+  if (found == of_rank.end()) return false;
+  *found->second = static_cast<int>(value);
+  return true;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  machine.num_ranks = std::atoi(arguments[1]);
+  std::vector<std::string> steps;
+  for (int i = 2; i < count; ++i) {
+    if (!ReadOption(arguments[i])) steps.push_back(arguments[i]);
+  }
+  for (size_t i = 0; i < steps.size(); ++i) RunStep(static_cast<int>(i), steps[i]);
+}
