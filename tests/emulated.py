@@ -30,6 +30,7 @@ from jax_megamoe.plan import (
     forward_steps,
     make_plan,
     plan_shapes,
+    plan_sizes,
 )
 from tests.cases import BF16, F32, Batch
 
@@ -146,6 +147,24 @@ def forward(batch: Batch, *, ranks: int = 1, **options: Any) -> np.ndarray:
     return y
 
 
+def forwards(batches: Sequence[Batch], *, ranks: int, **options: Any) -> list[np.ndarray]:
+    """y [R T, H] of each of several calls, which ranks may begin while others end the one before."""
+    dims = _dims_of(batches[0], ranks)
+    found = _run_all(
+        batches, dims, forward_steps(dims), [((dims.T, dims.H), BF16)], False, **options
+    )
+    return [y for (y,) in found]
+
+
+def backwards(batches: Sequence[Batch], *, ranks: int, **options: Any) -> list[list[np.ndarray]]:
+    """The gradients of each of several calls, as `forwards`."""
+    dims = _dims_of(batches[0], ranks)
+    results = [((dims.T, dims.H), BF16), ((dims.T, dims.K), F32)]
+    weights = (batches[0].w_gate, batches[0].w_up, batches[0].w_down)
+    results += [((dims.experts_per_rank, *w.shape[1:]), BF16) for w in weights]
+    return _run_all(batches, dims, backward_steps(dims), results, True, **options)
+
+
 def forward_keeping(
     batch: Batch, *, ranks: int = 1, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -187,10 +206,15 @@ def _dims_of(batch: Batch, ranks: int) -> Dims:
     return Dims(T=tokens // ranks, K=choices, E=experts, R=ranks, H=hidden, I=intermediate)
 
 
-def _run(
-    batch: Batch,
+def _run(batch: Batch, *how: Any, **options: Any) -> list[np.ndarray]:
+    """The results of one call, as `_run_all`."""
+    return _run_all([batch], *how, **options)[0]
+
+
+def _run_all(
+    batches: Sequence[Batch],
     dims: Dims,
-    steps: Any,
+    steps: Sequence[Step],
     results: list[tuple[tuple[int, ...], np.dtype]],
     is_backward: bool,
     *,
@@ -200,11 +224,11 @@ def _run(
     multiprocessors: int = 4,
     seed: int = 0,
     has_failed: bool = False,
-) -> list[np.ndarray]:
-    """Runs one call on every rank.
+) -> list[list[np.ndarray]]:
+    """Runs calls of the same sizes, one after another on every rank.
 
     Args:
-      results: of one rank.
+      results: of a call of one rank.
       keep: the kernels of save="gate_up". kept: what they take.
       launches: as for the custom calls; None: fused.
       multiprocessors: the blocks of a device's kernel, all resident.
@@ -212,25 +236,27 @@ def _run(
       has_failed: every wait gives up soon, as after the first one of a call that did.
 
     Returns:
-      Each result of all ranks, one behind another.
+      For each call, each result of all ranks, one rank behind another.
     """
-    ids = batch.expert_idx.reshape(dims.R, dims.T, dims.K).astype(np.int32)
-    plans = [make_plan(ids, dims, rank, steps) for rank in range(dims.R)]
     if launches is None:
         (parts,) = _ffi.BACKWARD_FUSED if is_backward else _ffi.FUSED
         launches = (parts | (FINISH if dims.R > 1 else 0),)
     is_float = results[-1][1] == F32
-    sizes = [len(plans[0].row_slot), len(plans[0].items), len(plans[0].waves)]
-    header = [dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks, *sizes]
+    header = [len(batches), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
+    header += plan_sizes(dims, steps)
     header += [is_backward, len(steps), is_float, keep]
     header += [multiprocessors, seed, has_failed, _fault, len(launches)]
     header += [*launches, *[0] * (8 - len(launches))]
     arrays = [np.array(header, np.int32)]
-    weights = [a.astype(BF16) for a in (batch.w_gate, batch.w_up, batch.w_down)]
-    operands = [ids.reshape(batch.expert_idx.shape), batch.expert_weight.astype(F32)]
-    operands += [batch.x.astype(BF16), *weights]
-    operands += [batch.dy.astype(BF16), *kept] if is_backward else []
-    for rank, plan in enumerate(plans):
-        arrays += [*plan, *(np.split(a, dims.R)[rank] for a in operands)]
-    found = _split(_output("main", arrays), results * dims.R)
-    return [np.concatenate(found[i :: len(results)]) for i in range(len(results))]
+    for batch in batches:
+        ids = batch.expert_idx.astype(np.int32)
+        operands = [ids, batch.expert_weight.astype(F32), batch.x.astype(BF16)]
+        operands += [a.astype(BF16) for a in (batch.w_gate, batch.w_up, batch.w_down)]
+        operands += [batch.dy.astype(BF16), *kept] if is_backward else []
+        for rank in range(dims.R):
+            plan = make_plan(ids.reshape(dims.R, dims.T, dims.K), dims, rank, steps)
+            arrays += [*plan, *(np.split(a, dims.R)[rank] for a in operands)]
+    found = _split(_output("main", arrays), results * dims.R * len(batches))
+    of_call = len(results) * dims.R
+    calls = [found[i : i + of_call] for i in range(0, len(found), of_call)]
+    return [[np.concatenate(c[i :: len(results)]) for i in range(len(results))] for c in calls]

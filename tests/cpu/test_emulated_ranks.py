@@ -119,3 +119,21 @@ def test_calls_that_have_failed_end(seed: int) -> None:
         assert emulated.forward(batch, launches=(part,), **how).shape == batch.x.shape
     for part in BACKWARD_UNFUSED:
         assert emulated.backward(batch, launches=(part,), **how)[0].shape == batch.x.shape
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_one_after_another_in_the_same_memory(seed: int, ranks: int) -> None:
+    """Of other tokens and routes each; a rank begins a call while others end the one before."""
+    routings = ("invalid", "one_expert", "distinct", "nothing", "skewed")
+    size = (120, 3, 8, 64, 64)
+    batches = []
+    for i, routing in enumerate(routings):
+        batch = routed(size, routing)
+        roll = {f: np.roll(getattr(batch, f), 7 * i + 1, axis=0) for f in ("x", "dy")}
+        batches.append(batch._replace(**roll))
+    ys = emulated.forwards(batches, ranks=ranks, seed=seed, multiprocessors=2)
+    gradients = emulated.backwards(batches, ranks=ranks, seed=seed, multiprocessors=2)
+    for batch, y, found in zip(batches, ys, gradients, strict=True):
+        right = emulated.forward(batch), *emulated.backward(batch)
+        compare.assert_results_bitwise(Results(y, *found), Results(*right))

@@ -79,12 +79,8 @@ struct Grid {
   std::vector<std::unique_ptr<Meeting>> clusters;
   std::vector<std::unique_ptr<Fiber>> fibers;
 
-  // The blocks [first, first + count) of a kernel, on each device.
-  Grid(int devices, int first, int count, int threads) {
-    for (int device = 0; device < devices; ++device) AddDevice(device, first, count, threads);
-  }
-  void AddDevice(int device, int first, int count, int threads) {
-    const size_t before = blocks.size();
+  // The blocks [first, first + count) of a kernel on a device.
+  Grid(int device, int first, int count, int threads) {
     for (int i = 0; i < count; ++i) {
       if (i % kClusterBlocks == 0) clusters.push_back(std::make_unique<Meeting>());
       auto block = std::make_unique<Block>();
@@ -99,11 +95,10 @@ struct Grid {
     }
     for (int i = 0; i < count; ++i) {
       for (int rank = 0; rank < kClusterBlocks; ++rank) {
-        Block& block = *blocks[before + i];
-        const int other = i - block.rank + rank;
-        block.of_cluster[rank] = other < count ? blocks[before + other].get() : nullptr;
+        const int other = i - blocks[i]->rank + rank;
+        blocks[i]->of_cluster[rank] = other < count ? blocks[other].get() : nullptr;
       }
-      for (int t = 0; t < threads; ++t) fibers.push_back(MakeFiber(blocks[before + i].get(), t));
+      for (int t = 0; t < threads; ++t) fibers.push_back(MakeFiber(blocks[i].get(), t));
     }
   }
   ~Grid() {
@@ -187,27 +182,77 @@ void Meet(Meeting& meeting, int threads) {
   while (meeting.turn == turn || meeting.turned_at == num_warp_turns) Yield();
 }
 
-void Launch(int blocks, const std::vector<std::function<void()>>& of_devices) {
-  num_blocks = blocks;
-  kernel_bodies = of_devices;
-  Grid grid(static_cast<int>(of_devices.size()), 0, blocks, kBlockThreads);
-  const size_t num_warps = grid.fibers.size() / kWarpThreads;
-  std::vector<int> asleep(num_warps, 0);
-  size_t running = grid.fibers.size();
-  for (int64_t round = 0; running > 0; ++round) {
-    if (round == kMaxRounds) Fail("the kernel does not end");
-    for (size_t i = 0; i < num_warps; ++i) {
-      const size_t warp = Below(num_warps);
+// A device and the kernel that runs on it.
+struct Device {
+  int index;
+  std::deque<Work> stream;
+  std::unique_ptr<Grid> grid;
+  std::vector<int> asleep;
+  size_t running = 0;  // threads
+  uint32_t pace = 1;   // it gets one turn in so many
+
+  size_t num_warps() const { return asleep.size(); }
+
+  // Takes up what comes next until that is a kernel.
+  void Advance() {
+    grid.reset();
+    while (!stream.empty() && grid == nullptr) {
+      const Work work = std::move(stream.front());
+      stream.pop_front();
+      if (work.blocks == 0) {
+        work.run();
+        continue;
+      }
+      num_blocks = work.blocks;
+      kernel_bodies[index] = work.run;
+      grid = std::make_unique<Grid>(index, 0, work.blocks, kBlockThreads);
+      running = grid->fibers.size();
+      asleep.assign(running / kWarpThreads, 0);
+    }
+  }
+
+  void RunRound() {
+    for (size_t i = 0; i < num_warps(); ++i) {
+      const size_t warp = Below(num_warps());
       if (asleep[warp] > 0) {
         --asleep[warp];
         continue;
       }
       if (Below(512) == 0) asleep[warp] = Below(200);
-      running -= RunWarp(grid, warp);
+      running -= RunWarp(*grid, warp);
+    }
+  }
+};
+
+void RunStreams(const std::vector<std::deque<Work>>& of_devices) {
+  std::vector<Device> devices(of_devices.size());
+  kernel_bodies.resize(of_devices.size());
+  for (size_t i = 0; i < devices.size(); ++i) {
+    devices[i].index = static_cast<int>(i);
+    devices[i].stream = of_devices[i];
+    devices[i].Advance();
+  }
+  const bool is_alone = devices.size() == 1;
+  int64_t rounds = 0;
+  for (size_t ended = 0; ended < devices.size();) {
+    ended = 0;
+    if (++rounds == kMaxRounds) Fail("the kernels do not end");
+    for (Device& device : devices) {
+      if (device.grid == nullptr) {
+        ++ended;
+        continue;
+      }
+      if (!is_alone && Below(256) == 0) device.pace = Below(4) == 0 ? 40 : 1;
+      if (Below(device.pace) != 0) continue;
+      device.RunRound();
+      if (device.running > 0) continue;
+      // Copies that are under way belong to some kernel that runs.
+      if (is_alone && !pending.empty()) Fail("the kernel ended before its copies");
+      while (!is_alone && !pending.empty()) RunSomePending();
+      device.Advance();
     }
     RunSomePending();
   }
-  if (!pending.empty()) Fail("the kernel ended before its copies");
 }
 
 void LaunchOneByOne(int blocks, int threads, const std::function<void()>& body) {
@@ -219,7 +264,7 @@ void LaunchOneByOne(int blocks, int threads, const std::function<void()>& body) 
   std::vector<int> warps(threads / kWarpThreads);
   std::iota(warps.begin(), warps.end(), 0);
   for (const int block : order) {
-    Grid grid(1, block, 1, threads);
+    Grid grid(0, block, 1, threads);
     int running = threads;
     // Warps that get ahead of each other cost turns in which others only wait: in some blocks.
     const bool is_uneven = Below(8) == 0;

@@ -89,9 +89,15 @@ extern int num_blocks;
 void Yield();
 // Runs `work` at a random later moment.
 void Later(std::function<void()> work);
-// Runs the kernels of several devices at once, each in every thread of `blocks` blocks of its device,
-// until all have ended.
-void Launch(int blocks, const std::vector<std::function<void()>>& of_devices);
+// What a device has to do: a kernel, in every thread of so many blocks, or, of 0 blocks, something
+// else than a kernel.
+struct Work {
+  std::function<void()> run;
+  int blocks;
+};
+// Runs the work of each device in its order, those of different devices beside each other, now one
+// ahead and now the other.
+void RunStreams(const std::vector<std::deque<Work>>& of_devices);
 // Likewise, of a kernel whose blocks need nothing of each other: one by one, in random order.
 void LaunchOneByOne(int blocks, int threads, const std::function<void()>& body);
 // Waits until so many threads have come to the meeting.

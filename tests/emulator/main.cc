@@ -1,8 +1,8 @@
-// Runs one call of the forward or of the backward on each of the emulated devices of an expert group,
-// all at once: emulator IN OUT.
+// Runs calls of the forward or of the backward, one after another on each of the emulated devices of
+// an expert group: emulator IN OUT.
 //
-// IN holds the numbers of `Header` and, for each rank, the arrays of its plan and its operands; OUT
-// gets the results, rank by rank.
+// IN holds the numbers of `Header` and, for each call and each rank, the arrays of its plan and its
+// operands; OUT gets the results in that order.
 // tests/emulated.py writes and reads them. All else that a call takes is full of NaN.
 #include <cstdio>
 
@@ -21,7 +21,7 @@
 namespace {
 
 struct Header {
-  int32_t R, T, K, E, H, I, num_blocks, pool_rows, num_items, num_waves;
+  int32_t num_calls, R, T, K, E, H, I, num_blocks, pool_rows, num_items, num_waves;
   int32_t is_backward, num_steps, float_gradients, keep_gate_up;
   int32_t multiprocessors, seed, has_failed, fault, num_launches;
   int32_t launches[8];
@@ -29,25 +29,8 @@ struct Header {
 
 int num_multiprocessors;
 
-// What a rank has enqueued, in order: every rank the same kinds of work.
-struct Work {
-  std::function<void()> run;
-  int blocks;  // of a kernel; 0 for what the host does by itself
-};
-std::vector<std::vector<Work>> streams;
-
-// The work of all ranks, kernels beside each other.
-void RunStreams() {
-  for (size_t i = 0; i < streams[0].size(); ++i) {
-    std::vector<std::function<void()>> all;
-    for (const auto& stream : streams) all.push_back(stream[i].run);
-    if (streams[0][i].blocks > 0) {
-      emulator::Launch(streams[0][i].blocks, all);
-    } else {
-      for (const auto& run : all) run();
-    }
-  }
-}
+std::vector<std::deque<emulator::Work>> streams;  // of each rank
+int current_rank;                                 // whose calls are enqueued
 
 using megamoe::LayerCall;
 
@@ -86,7 +69,7 @@ class Results {
   std::vector<Part> parts_;
 };
 
-constexpr uint32_t kEpoch = 1;
+constexpr uint32_t kFirstEpoch = 1;
 
 // What a rank's waits need.
 struct WaitState {
@@ -94,9 +77,9 @@ struct WaitState {
   uint32_t failed_epoch;
 };
 
-LayerCall ReadLayer(FILE* file, const Header& h, int rank, const int64_t* launches,
+LayerCall ReadLayer(FILE* file, const Header& h, int rank, uint32_t epoch, const int64_t* launches,
                     WaitState* wait) {
-  if (h.has_failed != 0) wait->failed_epoch = kEpoch;
+  if (h.has_failed != 0) wait->failed_epoch = epoch;
   LayerCall call = {};
   call.plan.dims = {h.T, h.K, h.E, h.R};
   call.plan.rank = rank;
@@ -117,7 +100,7 @@ LayerCall ReadLayer(FILE* file, const Header& h, int rank, const int64_t* launch
   call.expert_weight = Read<float>(file, h.T * h.K);
   call.launches = launches;
   call.num_launches = h.num_launches;
-  call.wait = {&wait->page, &wait->failed_epoch, ~uint64_t{0}, kEpoch, rank};
+  call.wait = {&wait->page, &wait->failed_epoch, ~uint64_t{0}, epoch, rank};
   return call;
 }
 
@@ -207,7 +190,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
-  streams.back().push_back({[=] { std::memset(data, value, bytes); }, 0});
+  streams[current_rank].push_back({[=] { std::memset(data, value, bytes); }, 0});
   return cudaSuccess;
 }
 const char* cudaGetErrorName(cudaError_t) { return "an error"; }
@@ -237,13 +220,13 @@ void RunForwardKernel(const Maps& maps, const Params& params) {
 
 CudaStatus LaunchShareInputs(cudaStream_t, int blocks, const ShareParams& params) {
   static_assert(kShareThreads == emulator::kBlockThreads);
-  streams.back().push_back({[=] { ShareInputs(params); }, blocks});
+  streams[current_rank].push_back({[=] { ShareInputs(params); }, blocks});
   return {};
 }
 
 CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
                          const ForwardParams& params, bool) {
-  streams.back().push_back({[=] { RunForwardKernel<ForwardSteps>(maps, params); }, blocks});
+  streams[current_rank].push_back({[=] { RunForwardKernel<ForwardSteps>(maps, params); }, blocks});
   return {};
 }
 
@@ -260,7 +243,7 @@ CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
                                             : RunBackwardKernel<F32Gradients, false>)
                                    : (takes ? RunBackwardKernel<Bf16Gradients, true>
                                             : RunBackwardKernel<Bf16Gradients, false>);
-  streams.back().push_back({[=] { run(maps, params); }, blocks});
+  streams[current_rank].push_back({[=] { run(maps, params); }, blocks});
   return {};
 }
 
@@ -268,32 +251,33 @@ CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
 
 namespace {
 
-// Reads the calls of all ranks, shows each what it sees of the others, and runs them.
+// Reads the calls of all ranks, shows each rank what it sees of the others, and runs them.
 template <typename Call>
 void RunRanks(FILE* file, const Header& h, const std::vector<int64_t>& launches,
               Call (*read)(FILE*, const Header&, const LayerCall&, Results*),
               megamoe::CudaStatus (*enqueue)(cudaStream_t, const Call&), Results* out) {
   std::vector<WaitState> waits(h.R);
-  std::vector<Call> calls;
   const megamoe::RoutingDims dims = {h.T, h.K, h.E, h.R};
   megamoe::Peers peers = {};
   peers.bytes = megamoe::PeerArrayBytes(dims, h.H);
-  peers.epoch = kEpoch;
   peers.num_ranks = h.R;
   for (int r = 0; r < h.R; ++r) {
-    calls.push_back(read(file, h, ReadLayer(file, h, r, launches.data(), &waits[r]), out));
     // As fresh memory is; what calls before have left is never taken for this one's.
     peers.base[r] = static_cast<std::byte*>(Allocate(peers.bytes));
     std::memset(peers.base[r], 0, peers.bytes);
   }
-  for (int r = 0; r < h.R; ++r) {
-    peers.rank = r;
-    calls[r].peers = megamoe::PeerArraysOf(peers, dims, h.H);
-    streams.emplace_back();
-    const megamoe::CudaStatus status = enqueue(nullptr, calls[r]);
-    if (!status.ok()) emulator::Fail(status.call);
+  streams.resize(h.R);
+  for (int c = 0; c < h.num_calls; ++c) {
+    peers.epoch = kFirstEpoch + c;
+    for (int r = 0; r < h.R; ++r) {
+      peers.rank = current_rank = r;
+      Call call = read(file, h, ReadLayer(file, h, r, peers.epoch, launches.data(), &waits[r]), out);
+      call.peers = megamoe::PeerArraysOf(peers, dims, h.H);
+      const megamoe::CudaStatus status = enqueue(nullptr, call);
+      if (!status.ok()) emulator::Fail(status.call);
+    }
   }
-  RunStreams();
+  emulator::RunStreams(streams);
 }
 
 }  // namespace
