@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "ffi/arguments.h"
 #include "ffi/common.h"
+#include "ffi/group.h"
 #include "ffi/layer.h"
 #include "host/backward.h"
 #include "xla/ffi/api/ffi.h"
@@ -23,7 +25,7 @@ constexpr int kDataSteps = 2;
 constexpr int kDataGradients = 2;
 constexpr int kWeightGradients = 3;
 constexpr int64_t kParts =
-    kDispatch | kDgradDown | kDgradGateUp | kCombine | kWgradDown | kWgradGateUp;
+    kDispatch | kDgradDown | kDgradGateUp | kCombine | kWgradDown | kWgradGateUp | kFinish;
 
 // The weight gradients are of one dtype, float32 or bf16, which the first of them says.
 ffi::Error ReadWeightGradients(ffi::RemainingRets& results, int64_t elements, BackwardCall* call) {
@@ -115,13 +117,12 @@ ffi::Error ReadGateUp(ffi::RemainingArgs& operands, const ffi::Dictionary& attri
   return CheckShape("backward", "gate_up", gate_up->dimensions(), {call->pool_rows, 2 * call->I});
 }
 
-ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix dy, Bf16Matrix x, Ids expert_idx,
-                   RouteWeights expert_weight, Bf16Experts w_gate, Bf16Experts w_up,
-                   Bf16Experts w_down, ffi::RemainingArgs others, ffi::RemainingRets results,
-                   ffi::Dictionary attributes) {
-  if (ffi::Error earlier = EarlierFault(device); earlier.failure()) return earlier;
-  const auto layer = ReadLayerCall(
-      "backward", kParts, {x, expert_idx, expert_weight, w_gate, w_up, w_down}, attributes);
+// group: null for one rank.
+ffi::Error Run(cudaStream_t stream, int32_t device, const GroupCall* group, const Bf16Matrix& dy,
+               const LayerOperands& operands, ffi::RemainingArgs& others,
+               ffi::RemainingRets& results, const ffi::Dictionary& attributes) {
+  const int num_ranks = group == nullptr ? 1 : group->peers.num_ranks;
+  const auto layer = ReadLayerCall("backward", kParts, operands, num_ranks, attributes);
   if (layer.has_error()) return layer.error();
   const int64_t T = layer->plan.dims.T;
   if (ffi::Error error = CheckShape("backward", "dy", dy.dimensions(), {T, layer->H});
@@ -138,35 +139,66 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix dy, Bf16Matri
   if (ffi::Error error = Poison(stream, results); error.failure()) return error;
 #endif
   call.dy = dy.untyped_data();
-  call.x = x.untyped_data();
-  call.w_gate = w_gate.untyped_data();
-  call.w_up = w_up.untyped_data();
-  call.w_down = w_down.untyped_data();
-  call.wait = NextCall(device, /*rank=*/0, static_cast<uint64_t>(*deadline_ns));
+  call.x = operands.x.untyped_data();
+  call.w_gate = operands.w_gate.untyped_data();
+  call.w_up = operands.w_up.untyped_data();
+  call.w_down = operands.w_down.untyped_data();
+  SetPeers(device, *deadline_ns, group, &call);
   return FromCuda(RunBackward(stream, call));
+}
+
+ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix dy, Bf16Matrix x, Ids expert_idx,
+                   RouteWeights expert_weight, Bf16Experts w_gate, Bf16Experts w_up,
+                   Bf16Experts w_down, ffi::RemainingArgs others, ffi::RemainingRets results,
+                   ffi::Dictionary attributes) {
+  if (ffi::Error earlier = EarlierFault(device); earlier.failure()) return earlier;
+  return Run(stream, device, nullptr, dy, {x, expert_idx, expert_weight, w_gate, w_up, w_down},
+             others, results, attributes);
+}
+
+ffi::Error ExecuteInGroup(Communicators communicators, cudaStream_t stream, int32_t device,
+                          Bf16Matrix dy, Bf16Matrix x, Ids expert_idx, RouteWeights expert_weight,
+                          Bf16Experts w_gate, Bf16Experts w_up, Bf16Experts w_down,
+                          ffi::RemainingArgs others, ffi::RemainingRets results,
+                          ffi::Dictionary attributes) {
+  const auto group = NextGroupCall(communicators, device, attributes);
+  if (group.has_error()) return group.error();
+  const ffi::Error error =
+      Run(stream, device, &*group, dy, {x, expert_idx, expert_weight, w_gate, w_up, w_down}, others,
+          results, attributes);
+  if (error.failure()) group->workspace->Break(error.message());
+  return error;
 }
 
 XLA_FFI_DEFINE_HANDLER(
     PrepareHandler, PrepareLayer,
     ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER(ExecuteHandler, Execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Arg<Bf16Matrix>()    // dy
-                           .Arg<Bf16Matrix>()    // x
-                           .Arg<Ids>()           // expert_idx
-                           .Arg<RouteWeights>()  // expert_weight
-                           .Arg<Bf16Experts>()   // w_gate
-                           .Arg<Bf16Experts>()   // w_up
-                           .Arg<Bf16Experts>()   // w_down
-                           .RemainingArgs()      // perhaps what the forward kept
-                           .RemainingRets()
-                           .Attrs());
+
+// What both bind behind the context of their own.
+template <typename Binding>
+auto WithOperands(Binding binding) {
+  return std::move(binding)
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Arg<Bf16Matrix>()    // dy
+      .template Arg<Bf16Matrix>()    // x
+      .template Arg<Ids>()           // expert_idx
+      .template Arg<RouteWeights>()  // expert_weight
+      .template Arg<Bf16Experts>()   // w_gate
+      .template Arg<Bf16Experts>()   // w_up
+      .template Arg<Bf16Experts>()   // w_down
+      .RemainingArgs()               // perhaps what the forward kept
+      .RemainingRets()
+      .Attrs();
+}
+XLA_FFI_DEFINE_HANDLER(ExecuteHandler, Execute, WithOperands(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(GroupHandler, ExecuteInGroup,
+                       WithOperands(ffi::Ffi::Bind().Ctx<CollectivesContext>()));
 
 }  // namespace
 
 XLA_FFI_Error* PrepareBackward(XLA_FFI_CallFrame* frame) { return PrepareHandler(frame); }
 XLA_FFI_Error* ExecuteBackward(XLA_FFI_CallFrame* frame) { return ExecuteHandler(frame); }
+XLA_FFI_Error* ExecuteGroupBackward(XLA_FFI_CallFrame* frame) { return GroupHandler(frame); }
 
 }  // namespace megamoe

@@ -3,9 +3,11 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "ffi/arguments.h"
 #include "ffi/common.h"
+#include "ffi/group.h"
 #include "ffi/layer.h"
 #include "host/forward.h"
 #include "xla/ffi/api/ffi.h"
@@ -16,14 +18,14 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr int kNumSteps = 2;
-constexpr int64_t kParts = kDispatch | kGateUp | kDown | kCombine;
+constexpr int64_t kParts = kDispatch | kGateUp | kDown | kCombine | kFinish;
 
-ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix x, Ids expert_idx,
-                   RouteWeights expert_weight, Bf16Experts w_gate, Bf16Experts w_up,
-                   Bf16Experts w_down, ffi::RemainingRets results, ffi::Dictionary attributes) {
-  if (ffi::Error earlier = EarlierFault(device); earlier.failure()) return earlier;
-  const auto layer = ReadLayerCall(
-      "forward", kParts, {x, expert_idx, expert_weight, w_gate, w_up, w_down}, attributes);
+// group: null for one rank.
+ffi::Error Run(cudaStream_t stream, int32_t device, const GroupCall* group,
+               const LayerOperands& operands, ffi::RemainingRets& results,
+               const ffi::Dictionary& attributes) {
+  const int num_ranks = group == nullptr ? 1 : group->peers.num_ranks;
+  const auto layer = ReadLayerCall("forward", kParts, operands, num_ranks, attributes);
   if (layer.has_error()) return layer.error();
   if (layer->plan.num_steps != kNumSteps) {
     return Invalid("forward: attribute steps is not that of two steps");
@@ -57,37 +59,66 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix x, Ids expert
 #ifdef MEGAMOE_DELAYS
   if (ffi::Error error = Poison(stream, results); error.failure()) return error;
 #endif
-  call.x = x.untyped_data();
-  call.w_gate = w_gate.untyped_data();
-  call.w_up = w_up.untyped_data();
-  call.w_down = w_down.untyped_data();
+  call.x = operands.x.untyped_data();
+  call.w_gate = operands.w_gate.untyped_data();
+  call.w_up = operands.w_up.untyped_data();
+  call.w_down = operands.w_down.untyped_data();
   call.y = *y;
   call.pool = *pool;
   call.h = *h;
   call.counters = static_cast<uint32_t*>(*counters);
-  call.wait = NextCall(device, /*rank=*/0, static_cast<uint64_t>(*deadline_ns));
+  SetPeers(device, *deadline_ns, group, &call);
   return FromCuda(RunForward(stream, call));
+}
+
+ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix x, Ids expert_idx,
+                   RouteWeights expert_weight, Bf16Experts w_gate, Bf16Experts w_up,
+                   Bf16Experts w_down, ffi::RemainingRets results, ffi::Dictionary attributes) {
+  if (ffi::Error earlier = EarlierFault(device); earlier.failure()) return earlier;
+  return Run(stream, device, nullptr, {x, expert_idx, expert_weight, w_gate, w_up, w_down}, results,
+             attributes);
+}
+
+ffi::Error ExecuteInGroup(Communicators communicators, cudaStream_t stream, int32_t device,
+                          Bf16Matrix x, Ids expert_idx, RouteWeights expert_weight,
+                          Bf16Experts w_gate, Bf16Experts w_up, Bf16Experts w_down,
+                          ffi::RemainingRets results, ffi::Dictionary attributes) {
+  const auto group = NextGroupCall(communicators, device, attributes);
+  if (group.has_error()) return group.error();
+  const ffi::Error error =
+      Run(stream, device, &*group, {x, expert_idx, expert_weight, w_gate, w_up, w_down}, results,
+          attributes);
+  if (error.failure()) group->workspace->Break(error.message());
+  return error;
 }
 
 XLA_FFI_DEFINE_HANDLER(
     PrepareHandler, PrepareLayer,
     ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER(ExecuteHandler, Execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Arg<Bf16Matrix>()    // x
-                           .Arg<Ids>()           // expert_idx
-                           .Arg<RouteWeights>()  // expert_weight
-                           .Arg<Bf16Experts>()   // w_gate
-                           .Arg<Bf16Experts>()   // w_up
-                           .Arg<Bf16Experts>()   // w_down
-                           .RemainingRets()
-                           .Attrs());
+
+// What both bind behind the context of their own.
+template <typename Binding>
+auto WithOperands(Binding binding) {
+  return std::move(binding)
+      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Arg<Bf16Matrix>()    // x
+      .template Arg<Ids>()           // expert_idx
+      .template Arg<RouteWeights>()  // expert_weight
+      .template Arg<Bf16Experts>()   // w_gate
+      .template Arg<Bf16Experts>()   // w_up
+      .template Arg<Bf16Experts>()   // w_down
+      .RemainingRets()
+      .Attrs();
+}
+XLA_FFI_DEFINE_HANDLER(ExecuteHandler, Execute, WithOperands(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(GroupHandler, ExecuteInGroup,
+                       WithOperands(ffi::Ffi::Bind().Ctx<CollectivesContext>()));
 
 }  // namespace
 
 XLA_FFI_Error* PrepareForward(XLA_FFI_CallFrame* frame) { return PrepareHandler(frame); }
 XLA_FFI_Error* ExecuteForward(XLA_FFI_CallFrame* frame) { return ExecuteHandler(frame); }
+XLA_FFI_Error* ExecuteGroupForward(XLA_FFI_CallFrame* frame) { return GroupHandler(frame); }
 
 }  // namespace megamoe

@@ -8,6 +8,7 @@
 #include "ffi/backward.h"
 #include "ffi/common.h"
 #include "ffi/forward.h"
+#include "ffi/group.h"
 #include "plan/plan.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -37,6 +38,16 @@ XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,
                            .Attr<int64_t>("rank")
                            .Attr<ffi::Span<const int64_t>>("steps"));
 
+XLA_FFI_DEFINE_HANDLER(kPrepareGroup, PrepareGroup,
+                       ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>()
+                           .Ctx<CollectivesContext>()
+                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(kInitializeGroup, InitializeGroup,
+                       ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                           .Ctx<CollectivesContext>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Attrs());
+
 }  // namespace
 
 std::vector<Registration> LayerRegistrations() {
@@ -49,6 +60,12 @@ std::vector<Registration> LayerRegistrations() {
       {"jax_megamoe_backward", "prepare", PrepareBackward},
       {"jax_megamoe_backward", "initialize", kInitialize},
       {"jax_megamoe_backward", "execute", ExecuteBackward},
+      {"jax_megamoe_forward_peers", "prepare", kPrepareGroup},
+      {"jax_megamoe_forward_peers", "initialize", kInitializeGroup},
+      {"jax_megamoe_forward_peers", "execute", ExecuteGroupForward},
+      {"jax_megamoe_backward_peers", "prepare", kPrepareGroup},
+      {"jax_megamoe_backward_peers", "initialize", kInitializeGroup},
+      {"jax_megamoe_backward_peers", "execute", ExecuteGroupBackward},
   };
 }
 

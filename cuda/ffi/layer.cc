@@ -5,6 +5,7 @@
 
 #include "ffi/arguments.h"
 #include "ffi/common.h"
+#include "host/peer_arrays.h"
 
 namespace megamoe {
 
@@ -85,7 +86,7 @@ ffi::Error CheckShape(const char* pass, const char* name, ffi::Span<const int64_
 }
 
 ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
-                                      const LayerOperands& operands,
+                                      const LayerOperands& operands, int num_ranks,
                                       const ffi::Dictionary& attributes) {
   const auto steps = attributes.get<ffi::Span<const int64_t>>("steps");
   const auto num_blocks = attributes.get<int64_t>("num_blocks");
@@ -95,14 +96,14 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
   if (launches.has_error()) return launches.error();
   if (ffi::Error error = CheckShapes(pass, operands); error.failure()) return error;
   if (ffi::Error error = CheckLaunches(pass, pass_parts, *launches); error.failure()) return error;
-  const int64_t experts = operands.w_gate.dimensions()[0];
+  const int64_t experts = operands.w_gate.dimensions()[0] * num_ranks;
   if (!IsBlockCount(*num_blocks, experts)) {
     return Invalid(std::string(pass) + ": attribute num_blocks is " + std::to_string(*num_blocks) +
                    " for " + std::to_string(experts) +
                    " experts; it may be 1, 2, 4 or 8 and divides them");
   }
   const ffi::Span<const int64_t> ids = operands.expert_idx.dimensions();
-  const int64_t routing[3] = {1, ids[0], ids[1]};
+  const int64_t routing[3] = {num_ranks, ids[0], ids[1]};
   const ffi::ErrorOr<PlanProblem> plan =
       ReadPlanProblem(ffi::Span<const int64_t>(routing, 3), experts, 0, *steps);
   if (plan.has_error()) return plan.error();
@@ -117,6 +118,13 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
   call.launches = launches->begin();
   call.num_launches = static_cast<int64_t>(launches->size());
   return call;
+}
+
+void SetPeers(int32_t device, int64_t deadline_ns, const GroupCall* group, LayerCall* call) {
+  const int rank = group == nullptr ? 0 : group->peers.rank;
+  call->wait = NextCall(device, rank, static_cast<uint64_t>(deadline_ns));
+  call->plan.rank = rank;
+  if (group != nullptr) call->peers = PeerArraysOf(group->peers, call->plan.dims, call->H);
 }
 
 ffi::ErrorOr<int64_t> ReadDeadline(const ffi::Dictionary& attributes) {

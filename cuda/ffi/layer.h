@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "ffi/group.h"
 #include "host/layer.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -26,17 +27,20 @@ struct LayerOperands {
   const Bf16Matrix& x;                // [T, H]
   const Ids& expert_idx;              // [T, K]
   const RouteWeights& expert_weight;  // [T, K]
-  const Bf16Experts& w_gate;          // [E, H, I]
-  const Bf16Experts& w_up;            // [E, H, I]
-  const Bf16Experts& w_down;          // [E, I, H]
+  const Bf16Experts& w_gate;          // [E/R, H, I]
+  const Bf16Experts& w_up;            // [E/R, H, I]
+  const Bf16Experts& w_down;          // [E/R, I, H]
 };
 
 // The sizes, the routing and the attributes of a call of the `pass` whose launches do `pass_parts`.
 // Refuses operands whose shapes do not go together. What is left for the caller: the number of
 // steps of the plan, the results, with ReadLayerResults, and LayerCall::wait.
 xla::ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
-                                           const LayerOperands& operands,
+                                           const LayerOperands& operands, int num_ranks,
                                            const xla::ffi::Dictionary& attributes);
+
+// Gives a call its waits and, in a group of several ranks, its peers; `group` is null for one rank.
+void SetPeers(int32_t device, int64_t deadline_ns, const GroupCall* group, LayerCall* call);
 
 // Refuses an operand that is not of `sizes`.
 xla::ffi::Error CheckShape(const char* pass, const char* name, xla::ffi::Span<const int64_t> found,

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "comm/peer_probe.h"
+#include "comm/share_inputs.h"
 #include "comm/wait_probe.h"
 #include "host/fault.h"
 #include "kernel/backward.h"
@@ -52,7 +53,7 @@ std::string PrepareDevice(int device) {
            "; the kernels run on 9.0 (H100, H200, GH200) only; use backend=\"reference\"";
   }
   for (const CudaStatus& status : {plan::Load(), LoadForward(), LoadBackward(), LoadWaitProbe(),
-                                   LoadPeerProbe(), OpenFaultChannel(device)}) {
+                                   LoadPeerProbe(), LoadShareInputs(), OpenFaultChannel(device)}) {
     if (!status.ok()) return status.text();
   }
   ready->insert(device);

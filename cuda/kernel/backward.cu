@@ -1,5 +1,5 @@
 // The backward of the layer in one persistent kernel, for either dtype of the weight gradients,
-// with g and u kept by the forward or not.
+// with g and u kept by the forward or not, with peers or without.
 #include "kernel/backward.h"
 #include "kernel/backward_steps.cuh"
 #include "kernel/skeleton.cuh"
@@ -7,19 +7,21 @@
 namespace megamoe {
 namespace {
 
-template <typename Gradients, bool kTakesGateUp>
+template <typename Gradients, bool kTakesGateUp, bool kWithPeers>
 __global__ __cluster_dims__(kPairBlocks)
     __launch_bounds__(kBlockThreads,
                       1) void BackwardKernel(const __grid_constant__ BackwardMaps maps,
                                              const __grid_constant__ BackwardParams p) {
-  Skeleton<BackwardSteps<Gradients, kTakesGateUp>>::Run(maps, p);
+  Skeleton<BackwardSteps<Gradients, kTakesGateUp, kWithPeers>>::Run(maps, p);
 }
 
 using Kernel = void (*)(BackwardMaps, BackwardParams);
-// By 2 * float_gradients + (g and u are kept).
+// By 4 * (there are peers) + 2 * float_gradients + (g and u are kept).
 constexpr Kernel kKernels[] = {
-    BackwardKernel<Bf16Gradients, false>, BackwardKernel<Bf16Gradients, true>,
-    BackwardKernel<F32Gradients, false>, BackwardKernel<F32Gradients, true>};
+    BackwardKernel<Bf16Gradients, false, false>, BackwardKernel<Bf16Gradients, true, false>,
+    BackwardKernel<F32Gradients, false, false>,  BackwardKernel<F32Gradients, true, false>,
+    BackwardKernel<Bf16Gradients, false, true>,  BackwardKernel<Bf16Gradients, true, true>,
+    BackwardKernel<F32Gradients, false, true>,   BackwardKernel<F32Gradients, true, true>};
 
 }  // namespace
 
@@ -32,7 +34,9 @@ CudaStatus LoadBackward() {
 
 CudaStatus LaunchBackward(cudaStream_t stream, int num_multiprocessors, const BackwardMaps& maps,
                           const BackwardParams& params, bool float_gradients, bool starts_early) {
-  const Kernel kernel = kKernels[2 * float_gradients + (params.gate_up != nullptr)];
+  const bool has_peers = params.dims.R > 1;
+  const Kernel kernel =
+      kKernels[4 * has_peers + 2 * float_gradients + (params.gate_up != nullptr)];
   return LaunchKernel(kernel, stream, num_multiprocessors, maps, params, starts_early);
 }
 

@@ -1,4 +1,4 @@
-// The forward of the layer in one persistent kernel, with g and u kept or not.
+// The forward of the layer in one persistent kernel, with g and u kept or not, with peers or without.
 #include "kernel/forward.h"
 #include "kernel/forward_steps.cuh"
 #include "kernel/skeleton.cuh"
@@ -6,24 +6,31 @@
 namespace megamoe {
 namespace {
 
-template <bool kKeepsGateUp>
+template <bool kKeepsGateUp, bool kWithPeers>
 __global__ __cluster_dims__(kPairBlocks)
     __launch_bounds__(kBlockThreads,
                       1) void ForwardKernel(const __grid_constant__ ForwardMaps maps,
                                             const __grid_constant__ ForwardParams p) {
-  Skeleton<ForwardSteps<kKeepsGateUp>>::Run(maps, p);
+  Skeleton<ForwardSteps<kKeepsGateUp, kWithPeers>>::Run(maps, p);
 }
+
+using Kernel = void (*)(ForwardMaps, ForwardParams);
+// By 2 * (there are peers) + (g and u are kept).
+constexpr Kernel kKernels[] = {ForwardKernel<false, false>, ForwardKernel<true, false>,
+                               ForwardKernel<false, true>, ForwardKernel<true, true>};
 
 }  // namespace
 
 CudaStatus LoadForward() {
-  if (CudaStatus status = LoadKernel(ForwardKernel<false>); !status.ok()) return status;
-  return LoadKernel(ForwardKernel<true>);
+  for (const Kernel kernel : kKernels) {
+    if (CudaStatus status = LoadKernel(kernel); !status.ok()) return status;
+  }
+  return {};
 }
 
 CudaStatus LaunchForward(cudaStream_t stream, int num_multiprocessors, const ForwardMaps& maps,
                          const ForwardParams& params, bool starts_early) {
-  const auto kernel = params.gate_up != nullptr ? ForwardKernel<true> : ForwardKernel<false>;
+  const Kernel kernel = kKernels[2 * (params.dims.R > 1) + (params.gate_up != nullptr)];
   return LaunchKernel(kernel, stream, num_multiprocessors, maps, params, starts_early);
 }
 
