@@ -3,7 +3,9 @@
 Lowering a call needs neither a GPU nor the extension module; running one needs both.
 """
 
+import dataclasses
 import functools
+import hashlib
 import importlib
 import os
 import threading
@@ -37,12 +39,13 @@ AxisName = str | tuple[str, ...] | None
 # What cuda/host/device.cc asks of a device, too.
 KERNEL_COMPUTE_CAPABILITY = "9.0"
 
-# The parts of each launch, as in cuda/shared/part.h. Forward: dispatch, gate_up, down, combine.
-FUSED = (1 | 2 | 4 | 8,)
-UNFUSED = (1, 2, 4, 8)
-# Backward: dispatch, dgrad_down, dgrad_gate_up, combine, wgrad_down, wgrad_gate_up.
-BACKWARD_FUSED = (1 | 32 | 64 | 8 | 128 | 256,)
-BACKWARD_UNFUSED = (1, 32, 64, 8, 128, 256)
+# The parts of each launch, as in cuda/shared/part.h. Forward: dispatch, gate_up, down, combine,
+# finish, which is nothing on one rank.
+FUSED = (1 | 2 | 4 | 8 | 512,)
+UNFUSED = (1, 2, 4, 8, 512)
+# Backward: dispatch, dgrad_down, dgrad_gate_up, combine, finish, wgrad_down, wgrad_gate_up.
+BACKWARD_FUSED = (1 | 32 | 64 | 8 | 512 | 128 | 256,)
+BACKWARD_UNFUSED = (1, 32, 64, 8, 512, 128, 256)
 
 
 @functools.cache
@@ -161,7 +164,7 @@ def forward_call(
     num_workspace = len(results) - 2 - keep_gate_up
     if trace:
         results.append(trace_result(dims, forward_steps(dims)))
-    call = jax.ffi.ffi_call(FORWARD, _results(x, results))
+    call = jax.ffi.ffi_call(_target(FORWARD, dims), _results(x, results))
     operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     y, counts, *rest = call(
         *operands,
@@ -210,7 +213,7 @@ def backward_call(
     results = backward_results(dims, dtype)
     if trace:
         results.append(trace_result(dims, steps))
-    call = jax.ffi.ffi_call(BACKWARD, _results(x, results))
+    call = jax.ffi.ffi_call(_target(BACKWARD, dims), _results(x, results))
     operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     kept = () if gate_up is None else (gate_up,)
     dx, *rest = call(
@@ -244,6 +247,11 @@ def _work(
     }
 
 
+def _target(of_one_rank: str, dims: Dims) -> str:
+    """The target of a pass: calls over several ranks have stages of their own."""
+    return of_one_rank if dims.R == 1 else f"{of_one_rank}_peers"
+
+
 def _operands(
     x: jax.Array, expert_idx: jax.Array, expert_weight: jax.Array, *weights: jax.Array
 ) -> list[jax.Array]:
@@ -274,7 +282,16 @@ def _attributes(dims: Dims, config: MegaMoEConfig, axis_name: AxisName) -> dict[
     attributes["groups"] = _rank_groups(axis_name)
     attributes["precision"] = config.precision
     attributes["activation"] = config.activation
+    if dims.R > 1:
+        attributes["configuration"] = _configuration(dims, config)
     return attributes
+
+
+def _configuration(dims: Dims, config: MegaMoEConfig) -> np.int64:
+    """What the ranks of a group must agree on, in 64 bits: those of both passes of a layer."""
+    agreed = (*dataclasses.astuple(dims), config.precision, config.activation)
+    digest = hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest()
+    return np.int64(int.from_bytes(digest, "little", signed=True))
 
 
 def _rank_groups(axis_name: AxisName) -> np.ndarray:

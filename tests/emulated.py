@@ -1,9 +1,9 @@
 """The kernels on an emulated machine, for tests without a GPU.
 
 tests/emulator/ says what is emulated and what is not. The kernels of both passes get the plan of
-`plan.make_plan`; those of the plan run on their own. With ranks=R a batch is that of R ranks, tokens
-and experts in equal shares, whose kernels run at once, on a device each; results are those of all,
-one rank behind another.
+`plan.make_plan`; those of the plan run on their own. With ranks=R a batch is that of R ranks, which
+have equal shares of tokens and experts and whose kernels run at once, on a device each; results are
+those of all, one rank behind another.
 """
 
 import contextlib
@@ -35,8 +35,6 @@ from jax_megamoe.plan import (
 from tests.cases import BF16, F32, Batch
 
 ROOT = Path(__file__).resolve().parents[1]
-# The part of cuda/shared/part.h that only several ranks have.
-FINISH = 512
 # By program, what it needs of cuda/host.
 HOST_SOURCES = {
     "main": ("backward", "forward", "layer", "peer_arrays", "tensor_map"),
@@ -148,7 +146,7 @@ def forward(batch: Batch, *, ranks: int = 1, **options: Any) -> np.ndarray:
 
 
 def forwards(batches: Sequence[Batch], *, ranks: int, **options: Any) -> list[np.ndarray]:
-    """y [R T, H] of each of several calls, which ranks may begin while others end the one before."""
+    """y [R T, H] of each of several calls; a rank may begin one while others end the one before."""
     dims = _dims_of(batches[0], ranks)
     found = _run_all(
         batches, dims, forward_steps(dims), [((dims.T, dims.H), BF16)], False, **options
@@ -239,8 +237,7 @@ def _run_all(
       For each call, each result of all ranks, one rank behind another.
     """
     if launches is None:
-        (parts,) = _ffi.BACKWARD_FUSED if is_backward else _ffi.FUSED
-        launches = (parts | (FINISH if dims.R > 1 else 0),)
+        launches = _ffi.BACKWARD_FUSED if is_backward else _ffi.FUSED
     is_float = results[-1][1] == F32
     header = [len(batches), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
     header += plan_sizes(dims, steps)

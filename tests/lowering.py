@@ -26,7 +26,8 @@ def lower_for_cuda(f: jax.stages.Wrapped, *args: Any) -> str:
 def count(text: str) -> dict[str, int]:
     """How often the program runs each custom call of the package and each collective.
 
-    A function that the program calls n times counts n times; the body of a loop counts once.
+    A function that the program calls n times counts n times; the body of a loop counts once. A pass
+    counts the same over one rank and over several.
     """
     function = rf"func\.func \w+ @({_NAME})\(.*?\{{\n(.*?)\n  \}}"
     bodies = dict(re.findall(function, text, flags=re.DOTALL))
@@ -34,7 +35,8 @@ def count(text: str) -> dict[str, int]:
 
     def in_body(name: str) -> Counter[str]:
         found = re.findall(rf"stablehlo\.({targets})", bodies[name])
-        total = Counter(name.removeprefix("custom_call @jax_megamoe_") for name in found)
+        names = [name.removeprefix("custom_call @jax_megamoe_") for name in found]
+        total = Counter(name.removesuffix("_peers") for name in names)
         for callee in re.findall(rf"\bcall @({_NAME})\(", bodies[name]):
             total += in_body(callee)
         return total

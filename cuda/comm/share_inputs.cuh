@@ -1,5 +1,5 @@
-// Share: gives the ranks of the expert group what a call reads of this one, and waits until all have
-// done the same.
+// Share: gives the ranks of the expert group what a call reads of this one, and waits until all
+// have done the same.
 //
 // reads      x, in the backward dy, expert_idx and expert_weight of this rank
 // writes     PeerArrays: x and dy in the own workspace, the routing in that of every rank

@@ -1,4 +1,5 @@
-// A call's part in its expert group: the stages that calls over several ranks have beside their own.
+// A call's part in its expert group: the stages that calls over several ranks have beside their
+// own.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@ namespace megamoe {
 // The prepare stage, on every device alike.
 xla::ffi::Error PrepareGroup(Communicators communicators, xla::ffi::Dictionary attributes);
 
-// The initialize stage: the workspace that the ranks of the group share. `attributes` are those of a
-// call of the layer.
+// The initialize stage: the workspace that the ranks of the group share. `attributes` are those of
+// a call of the layer.
 xla::ffi::Error InitializeGroup(Communicators communicators, int32_t device,
                                 xla::ffi::Dictionary attributes);
 

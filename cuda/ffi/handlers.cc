@@ -38,10 +38,9 @@ XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,
                            .Attr<int64_t>("rank")
                            .Attr<ffi::Span<const int64_t>>("steps"));
 
-XLA_FFI_DEFINE_HANDLER(kPrepareGroup, PrepareGroup,
-                       ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>()
-                           .Ctx<CollectivesContext>()
-                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(
+    kPrepareGroup, PrepareGroup,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>().Ctx<CollectivesContext>().Attrs());
 XLA_FFI_DEFINE_HANDLER(kInitializeGroup, InitializeGroup,
                        ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
                            .Ctx<CollectivesContext>()

@@ -70,9 +70,7 @@ ffi::Error PrepareLayer(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary 
   const ffi::ErrorOr<int64_t> ranks = attributes.get<int64_t>("R");
   if (ranks.has_error()) return ranks.error();
   if (*ranks == 1) return ffi::Error::Success();
-  return MakeError(ffi::ErrorCode::kUnimplemented,
-                   "the kernels of this version hold all experts on one GPU; for experts over " +
-                       std::to_string(*ranks) + " GPUs call with backend=\"reference\"");
+  return Invalid("attribute R is " + std::to_string(*ranks) + "; this target is that of one rank");
 }
 
 ffi::Error CheckShape(const char* pass, const char* name, ffi::Span<const int64_t> found,

@@ -43,8 +43,7 @@ LayerParams ParamsOf(const LayerCall& c) {
   params.counters = {c.counters, c.counters + kClaimStride, c.counters + 2 * kClaimStride,
                      c.counters + 3 * kClaimStride, TileCounters(c, 0)};
   params.expert_idx = RoutingOf(c);
-  params.expert_weight =
-      c.plan.dims.R > 1 ? c.peers.expert_weight[c.plan.rank] : c.expert_weight;
+  params.expert_weight = c.plan.dims.R > 1 ? c.peers.expert_weight[c.plan.rank] : c.expert_weight;
   params.peers = c.peers;
   params.trace = c.trace;
   return params;

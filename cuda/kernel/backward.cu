@@ -35,8 +35,7 @@ CudaStatus LoadBackward() {
 CudaStatus LaunchBackward(cudaStream_t stream, int num_multiprocessors, const BackwardMaps& maps,
                           const BackwardParams& params, bool float_gradients, bool starts_early) {
   const bool has_peers = params.dims.R > 1;
-  const Kernel kernel =
-      kKernels[4 * has_peers + 2 * float_gradients + (params.gate_up != nullptr)];
+  const Kernel kernel = kKernels[4 * has_peers + 2 * float_gradients + (params.gate_up != nullptr)];
   return LaunchKernel(kernel, stream, num_multiprocessors, maps, params, starts_early);
 }
 

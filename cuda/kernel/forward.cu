@@ -1,4 +1,5 @@
-// The forward of the layer in one persistent kernel, with g and u kept or not, with peers or without.
+// The forward of the layer in one persistent kernel, with g and u kept or not, with peers or
+// without.
 #include "kernel/forward.h"
 #include "kernel/forward_steps.cuh"
 #include "kernel/skeleton.cuh"

@@ -177,8 +177,7 @@ class CombineRole {
     const unsigned vector = static_cast<unsigned>(column_) / kVector;
     if (lane_ == 0) {
       batch.shape = {to_ + vector * kSumWords, static_cast<int16_t>(columns),
-                     static_cast<uint16_t>(row_bytes_),
-                     column_ + columns == p_.H ? token_ : -1};
+                     static_cast<uint16_t>(row_bytes_), column_ + columns == p_.H ? token_ : -1};
       ptx::BarrierArriveExpect(barrier, num_routes_ * columns * 2);
     }
     if (row_ >= 0) {

@@ -85,8 +85,8 @@ class DispatchRole {
       }
     }
   };
-  // PieceEnd::of: the tile that can be told of kRows rows, or none; with peers twice the token, plus
-  // 1 behind its last piece, when the tile of each of its rows can be told of one.
+  // PieceEnd::of: the tile that can be told of kRows rows, or none; with peers twice the token,
+  // plus 1 behind its last piece, when the tile of each of its rows can be told of one.
   struct PublishPiece {
     const Params& p;
     __device__ __forceinline__ void operator()(const PieceEnd& end, int number) const {

@@ -6,9 +6,18 @@
 namespace megamoe {
 
 // Which work a wait waits for; kPhaseNames has its word for the error text.
-enum class Phase : uint32_t { kProbe, kDispatch, kGateUp, kDown, kDgradDown, kDgradGateUp, kPeerInputs, kPeerSums };
-constexpr const char* kPhaseNames[] = {"probe", "dispatch",   "gate_up",
-                                       "down",  "dgrad_down", "dgrad_gate_up", "peer_inputs", "peer_sums"};
+enum class Phase : uint32_t {
+  kProbe,
+  kDispatch,
+  kGateUp,
+  kDown,
+  kDgradDown,
+  kDgradGateUp,
+  kPeerInputs,
+  kPeerSums
+};
+constexpr const char* kPhaseNames[] = {"probe",      "dispatch",      "gate_up",     "down",
+                                       "dgrad_down", "dgrad_gate_up", "peer_inputs", "peer_sums"};
 
 enum class FaultCause : uint32_t { kDeadline, kAbort };
 

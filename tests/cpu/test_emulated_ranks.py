@@ -22,8 +22,6 @@ CASES = (
     ((40, 2, 8, 64, 64), "nothing"),
 )
 IDS = [f"{size}-{routing}" for size, routing in CASES]
-UNFUSED = (*_ffi.UNFUSED, emulated.FINISH)
-BACKWARD_UNFUSED = (*_ffi.BACKWARD_UNFUSED, emulated.FINISH)
 
 
 def normal(size: tuple[int, ...], ids: np.ndarray) -> Batch:
@@ -66,8 +64,8 @@ def test_in_every_order_and_with_any_number_of_blocks(seed: int, multiprocessors
 def test_parts_one_after_another() -> None:
     batch = routed(*CASES[2])
     right = emulated.forward(batch), *emulated.backward(batch)
-    y = emulated.forward(batch, ranks=2, launches=UNFUSED)
-    found = y, *emulated.backward(batch, ranks=2, launches=BACKWARD_UNFUSED)
+    y = emulated.forward(batch, ranks=2, launches=_ffi.UNFUSED)
+    found = y, *emulated.backward(batch, ranks=2, launches=_ffi.BACKWARD_UNFUSED)
     compare.assert_results_bitwise(Results(*found), Results(*right))
 
 
@@ -115,9 +113,9 @@ def test_calls_that_have_failed_end(seed: int) -> None:
     how: dict[str, Any] = {"ranks": 2, "seed": seed, "has_failed": True}
     assert emulated.forward(batch, **how).shape == batch.x.shape
     assert emulated.backward(batch, **how)[0].shape == batch.x.shape
-    for part in UNFUSED:
+    for part in _ffi.UNFUSED:
         assert emulated.forward(batch, launches=(part,), **how).shape == batch.x.shape
-    for part in BACKWARD_UNFUSED:
+    for part in _ffi.BACKWARD_UNFUSED:
         assert emulated.backward(batch, launches=(part,), **how)[0].shape == batch.x.shape
 
 

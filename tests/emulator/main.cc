@@ -1,5 +1,5 @@
-// Runs calls of the forward or of the backward, one after another on each of the emulated devices of
-// an expert group: emulator IN OUT.
+// Runs calls of the forward or of the backward, one after another on each of the emulated devices
+// of an expert group: emulator IN OUT.
 //
 // IN holds the numbers of `Header` and, for each call and each rank, the arrays of its plan and its
 // operands; OUT gets the results in that order.
@@ -239,10 +239,11 @@ void RunBackwardKernel(const BackwardMaps& maps, const BackwardParams& params) {
 CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
                           const BackwardParams& params, bool float_gradients, bool) {
   const bool takes = params.gate_up != nullptr;
-  const auto run = float_gradients ? (takes ? RunBackwardKernel<F32Gradients, true>
-                                            : RunBackwardKernel<F32Gradients, false>)
-                                   : (takes ? RunBackwardKernel<Bf16Gradients, true>
-                                            : RunBackwardKernel<Bf16Gradients, false>);
+  const auto run =
+      float_gradients
+          ? (takes ? RunBackwardKernel<F32Gradients, true> : RunBackwardKernel<F32Gradients, false>)
+          : (takes ? RunBackwardKernel<Bf16Gradients, true>
+                   : RunBackwardKernel<Bf16Gradients, false>);
   streams[current_rank].push_back({[=] { run(maps, params); }, blocks});
   return {};
 }
@@ -271,7 +272,8 @@ void RunRanks(FILE* file, const Header& h, const std::vector<int64_t>& launches,
     peers.epoch = kFirstEpoch + c;
     for (int r = 0; r < h.R; ++r) {
       peers.rank = current_rank = r;
-      Call call = read(file, h, ReadLayer(file, h, r, peers.epoch, launches.data(), &waits[r]), out);
+      Call call =
+          read(file, h, ReadLayer(file, h, r, peers.epoch, launches.data(), &waits[r]), out);
       call.peers = megamoe::PeerArraysOf(peers, dims, h.H);
       const megamoe::CudaStatus status = enqueue(nullptr, call);
       if (!status.ok()) emulator::Fail(status.call);
