@@ -148,3 +148,14 @@ def test_a_rank_that_needs_nothing_goes_ahead(seed: int) -> None:
     found = emulated.run([emulated.Call(b) for b in batches], ranks=2, seed=seed, multiprocessors=2)
     for i, (y,) in enumerate(found):
         compare.assert_bitwise(y, right[i % 2], "y")
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("failed", [0, 1])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_need_a_failed_one_fail_too(ranks: int, failed: int, is_backward: bool) -> None:
+    """None takes the garbage of a failed rank for sums. All end, when their own waits give up."""
+    batch = routed((64, 8, 8, 64, 64), "distinct")
+    call = emulated.Call(batch, is_backward=is_backward)
+    found = emulated.failed_ranks([call], ranks=ranks, failed_ranks=(failed,), deadline_rounds=5000)
+    assert found == list(range(ranks))
