@@ -286,6 +286,20 @@ CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
 
 namespace {
 
+// No rank needs what another one holds of a call that has ended there, nor has written of the next:
+// all but the flags.
+void Spoil(const Header& h, int rank, const megamoe::PeerArrays& a) {
+  const auto spoil = [](void* data, int64_t bytes) { std::memset(data, 0xff, bytes); };
+  const int64_t slots = int64_t{h.T} * h.K;
+  const int64_t elements = int64_t{h.T} * h.H;
+  spoil(a.x[rank], elements * kBf16Bytes);
+  spoil(a.dy[rank], elements * kBf16Bytes);
+  spoil(a.expert_idx[rank], h.R * slots * sizeof(int32_t));
+  spoil(a.expert_weight[rank], h.R * slots * sizeof(float));
+  spoil(a.sums[rank], h.R * elements * sizeof(float));
+  spoil(a.dw[rank], slots * sizeof(float));
+}
+
 // Reads a call of a rank and enqueues it.
 void Enqueue(FILE* file, const Header& h, const CallHeader& c, const megamoe::Peers& peers,
              Results* out) {
@@ -301,6 +315,8 @@ void Enqueue(FILE* file, const Header& h, const CallHeader& c, const megamoe::Pe
       c.is_backward != 0 ? megamoe::RunBackward(nullptr, Backward(file, h, c, layer, out))
                          : megamoe::RunForward(nullptr, Forward(file, h, c, layer, out));
   if (!status.ok()) emulator::Fail(status.call);
+  const auto spoil = [&h, rank = peers.rank, arrays = layer.peers] { Spoil(h, rank, arrays); };
+  streams[current_rank].push_back({spoil, 0});
 }
 
 // Shows each rank what it sees of the others, and runs all calls.
