@@ -7,6 +7,7 @@ those of all, one rank behind another.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import shutil
@@ -109,6 +110,7 @@ def _split(raw: bytes, results: list[tuple[tuple[int, ...], np.dtype]]) -> list[
     return found
 
 
+U32 = np.dtype(np.uint32)
 # Words that the plan clears on the side.
 NUM_CLEARED = 1000
 
@@ -138,39 +140,77 @@ def peers(num_ranks: int, *arguments: str) -> list[list[str]]:
     return [texts[i : i + num_ranks] for i in range(0, len(texts), num_ranks)]
 
 
-def forward(batch: Batch, *, ranks: int = 1, **options: Any) -> np.ndarray:
-    """y [R T, H], bf16; options as for `_run`."""
-    dims = _dims_of(batch, ranks)
-    (y,) = _run(batch, dims, forward_steps(dims), [((dims.T, dims.H), BF16)], False, **options)
-    return y
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of either pass; its results are those of the custom call.
+
+    Attributes:
+      float_gradients: the weights' gradients come in float32, else in bf16.
+      trainable: there are such gradients.
+      keep: the kernels of save="gate_up". kept: what a backward takes of its forward.
+      launches: as for the custom calls; None: fused.
+    """
+
+    batch: Batch
+    is_backward: bool = False
+    float_gradients: bool = False
+    trainable: bool = True
+    keep: bool = False
+    kept: np.ndarray | None = None
+    launches: tuple[int, ...] | None = None
+
+    def steps(self, dims: Dims) -> tuple[Step, ...]:
+        if self.is_backward:
+            return backward_steps(dims, trainable_experts=self.trainable)
+        return forward_steps(dims)
+
+    def results(self, dims: Dims) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Of one rank, in their order."""
+        results = [((dims.T, dims.H), BF16)]
+        if not self.is_backward:
+            kept = gate_up_array(dims)
+            return [*results, (kept.shape, kept.dtype)] if self.keep else results
+        results.append(((dims.T, dims.K), F32))
+        if self.trainable:
+            dtype = F32 if self.float_gradients else BF16
+            weights = (self.batch.w_gate, self.batch.w_up, self.batch.w_down)
+            results += [((dims.experts_per_rank, *w.shape[1:]), dtype) for w in weights]
+        return results
+
+    def header(self, dims: Dims) -> bytes:
+        launches = self.launches
+        if launches is None:
+            launches = _ffi.BACKWARD_FUSED if self.is_backward else _ffi.FUSED
+        steps = self.steps(dims)
+        _, items, waves = plan_sizes(dims, steps)
+        keeps = self.keep or self.kept is not None
+        numbers = [self.is_backward, len(steps), items, waves, self.float_gradients, keeps]
+        numbers += [len(launches), 0]
+        parts = [*launches, *[0] * (8 - len(launches))]
+        return np.array(numbers, np.int32).tobytes() + np.array(parts, np.int64).tobytes()
+
+    def operands(self) -> list[np.ndarray]:
+        """Of all ranks, in their order."""
+        b = self.batch
+        operands = [b.expert_idx.astype(np.int32), b.expert_weight.astype(F32), b.x.astype(BF16)]
+        operands += [a.astype(BF16) for a in (b.w_gate, b.w_up, b.w_down)]
+        operands += [b.dy.astype(BF16)] if self.is_backward else []
+        return operands if self.kept is None else [*operands, self.kept]
 
 
-def forwards(batches: Sequence[Batch], *, ranks: int, **options: Any) -> list[np.ndarray]:
-    """y [R T, H] of each of several calls; a rank may begin one while others end the one before."""
-    dims = _dims_of(batches[0], ranks)
-    found = _run_all(
-        batches, dims, forward_steps(dims), [((dims.T, dims.H), BF16)], False, **options
-    )
-    return [y for (y,) in found]
-
-
-def backwards(batches: Sequence[Batch], *, ranks: int, **options: Any) -> list[list[np.ndarray]]:
-    """The gradients of each of several calls, as `forwards`."""
-    dims = _dims_of(batches[0], ranks)
-    results = [((dims.T, dims.H), BF16), ((dims.T, dims.K), F32)]
-    weights = (batches[0].w_gate, batches[0].w_up, batches[0].w_down)
-    results += [((dims.experts_per_rank, *w.shape[1:]), BF16) for w in weights]
-    return _run_all(batches, dims, backward_steps(dims), results, True, **options)
+def forward(
+    batch: Batch, *, ranks: int = 1, launches: tuple[int, ...] | None = None, **options: Any
+) -> np.ndarray:
+    """y [R T, H], bf16; options as for `run`."""
+    return run([Call(batch, launches=launches)], ranks=ranks, **options)[0][0]
 
 
 def forward_keeping(
-    batch: Batch, *, ranks: int = 1, **options: Any
+    batch: Batch, *, ranks: int = 1, launches: tuple[int, ...] | None = None, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """y and what save="gate_up" keeps, bf16 [R P, 2I]; options as for `_run`."""
-    dims = _dims_of(batch, ranks)
-    kept = gate_up_array(dims)
-    results = [((dims.T, dims.H), BF16), (kept.shape, kept.dtype)]
-    y, gate_up = _run(batch, dims, forward_steps(dims), results, False, keep=True, **options)
+    """y and what save="gate_up" keeps, bf16 [R P, 2I]; options as for `run`."""
+    call = Call(batch, keep=True, launches=launches)
+    ((y, gate_up),) = run([call], ranks=ranks, **options)
     return y, gate_up
 
 
@@ -181,20 +221,42 @@ def backward(
     weight_dtype: np.dtype = BF16,
     trainable: bool = True,
     gate_up: np.ndarray | None = None,
+    launches: tuple[int, ...] | None = None,
     **options: Any,
 ) -> list[np.ndarray]:
-    """The gradients as the custom call gives them; options as for `_run`.
+    """The gradients as the custom call gives them; options as for `run`.
 
     gate_up: what `forward_keeping` kept; None: g and u are computed again.
     """
-    dims = _dims_of(batch, ranks)
-    results = [((dims.T, dims.H), BF16), ((dims.T, dims.K), F32)]
-    if trainable:
-        weights = (batch.w_gate, batch.w_up, batch.w_down)
-        results += [((dims.experts_per_rank, *w.shape[1:]), weight_dtype) for w in weights]
-    steps = backward_steps(dims, trainable_experts=trainable)
-    kept = {"keep": gate_up is not None, "kept": () if gate_up is None else (gate_up,)}
-    return _run(batch, dims, steps, results, True, **kept, **options)
+    call = Call(
+        batch,
+        is_backward=True,
+        float_gradients=weight_dtype == F32,
+        trainable=trainable,
+        kept=gate_up,
+        launches=launches,
+    )
+    return run([call], ranks=ranks, **options)[0]
+
+
+def run(calls: Sequence[Call], *, ranks: int, **options: Any) -> list[list[np.ndarray]]:
+    """Runs calls of the same sizes, one after another on every rank, in the same memory: a rank may
+    begin one while others end the one before.
+
+    Args:
+      options: as for `_run`.
+
+    Returns:
+      For each call, each result of all ranks, one rank behind another.
+    """
+    results, failed = _run(calls, ranks, **options)
+    assert options.get("failed_ranks") or failed == []
+    return results
+
+
+def failed_ranks(calls: Sequence[Call], *, ranks: int, **options: Any) -> list[int]:
+    """The ranks of which a wait has given up; options as for `_run`."""
+    return _run(calls, ranks, **options)[1]
 
 
 def _dims_of(batch: Batch, ranks: int) -> Dims:
@@ -204,56 +266,42 @@ def _dims_of(batch: Batch, ranks: int) -> Dims:
     return Dims(T=tokens // ranks, K=choices, E=experts, R=ranks, H=hidden, I=intermediate)
 
 
-def _run(batch: Batch, *how: Any, **options: Any) -> list[np.ndarray]:
-    """The results of one call, as `_run_all`."""
-    return _run_all([batch], *how, **options)[0]
-
-
-def _run_all(
-    batches: Sequence[Batch],
-    dims: Dims,
-    steps: Sequence[Step],
-    results: list[tuple[tuple[int, ...], np.dtype]],
-    is_backward: bool,
+def _run(
+    calls: Sequence[Call],
+    ranks: int,
     *,
-    keep: bool = False,
-    kept: tuple[np.ndarray, ...] = (),
-    launches: tuple[int, ...] | None = None,
     multiprocessors: int = 4,
     seed: int = 0,
-    has_failed: bool = False,
-) -> list[list[np.ndarray]]:
-    """Runs calls of the same sizes, one after another on every rank.
+    failed_ranks: Sequence[int] = (),
+    deadline_rounds: int = 0,
+) -> tuple[list[list[np.ndarray]], list[int]]:
+    """What `run` and `failed_ranks` return.
 
     Args:
-      results: of a call of one rank.
-      keep: the kernels of save="gate_up". kept: what they take.
-      launches: as for the custom calls; None: fused.
       multiprocessors: the blocks of a device's kernel, all resident.
       seed: of the order in which everything happens.
-      has_failed: every wait gives up soon, as after the first one of a call that did.
-
-    Returns:
-      For each call, each result of all ranks, one rank behind another.
+      failed_ranks: their waits give up soon in every call, as after the first one that did.
+      deadline_rounds: after which a wait gives up, in turns of the machine; 0: never.
     """
-    if launches is None:
-        launches = _ffi.BACKWARD_FUSED if is_backward else _ffi.FUSED
-    is_float = results[-1][1] == F32
-    header = [len(batches), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
-    header += plan_sizes(dims, steps)
-    header += [is_backward, len(steps), is_float, keep]
-    header += [multiprocessors, seed, has_failed, _fault, len(launches)]
-    header += [*launches, *[0] * (8 - len(launches))]
-    arrays = [np.array(header, np.int32)]
-    for batch in batches:
-        ids = batch.expert_idx.astype(np.int32)
-        operands = [ids, batch.expert_weight.astype(F32), batch.x.astype(BF16)]
-        operands += [a.astype(BF16) for a in (batch.w_gate, batch.w_up, batch.w_down)]
-        operands += [batch.dy.astype(BF16), *kept] if is_backward else []
+    dims = _dims_of(calls[0].batch, ranks)
+    header = [len(calls), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
+    header += [dims.pool_rows, multiprocessors, seed, _fault]
+    header += [sum(1 << rank for rank in failed_ranks), deadline_rounds]
+    arrays: list[np.ndarray] = [np.array(header, np.int32)]
+    results = []
+    for call in calls:
+        arrays.append(np.frombuffer(call.header(dims), np.uint8))
+        ids = call.batch.expert_idx.astype(np.int32).reshape(dims.R, dims.T, dims.K)
+        operands = call.operands()
         for rank in range(dims.R):
-            plan = make_plan(ids.reshape(dims.R, dims.T, dims.K), dims, rank, steps)
+            plan = make_plan(ids, dims, rank, call.steps(dims))
             arrays += [*plan, *(np.split(a, dims.R)[rank] for a in operands)]
-    found = _split(_output("main", arrays), results * dims.R * len(batches))
-    of_call = len(results) * dims.R
-    calls = [found[i : i + of_call] for i in range(0, len(found), of_call)]
-    return [[np.concatenate(c[i :: len(results)]) for i in range(len(results))] for c in calls]
+        results.append(call.results(dims))
+    shapes = [result for of_call in results for result in of_call * dims.R]
+    *found, failed_epochs = _split(_output("main", arrays), [*shapes, ((dims.R,), U32)])
+    found_by_call = []
+    for of_call in results:
+        own, found = found[: len(of_call) * dims.R], found[len(of_call) * dims.R :]
+        by_result = [own[i :: len(of_call)] for i in range(len(of_call))]
+        found_by_call.append([np.concatenate(of_ranks) for of_ranks in by_result])
+    return found_by_call, np.flatnonzero(failed_epochs).tolist()

@@ -7,10 +7,15 @@
 //            another one of the kernel
 // signals    inputs_done at every rank
 //
-// What is overwritten was read: a rank's call before has ended, so it has got the sums of all its
-// tokens from all ranks, and those had read its rows and its routing before they sent them. And no
-// rank writes sums of this call before it has this rank's inputs, which come behind the end of its
-// call before, when it had read all sums of that.
+// What is overwritten was read:
+//   x, dy     the rank's call before has ended, so it has got the sums of its tokens from all ranks
+//             that have routes of them, and those had read their rows before they sent them.
+//   routing   every rank reads all of it, also one that sends this rank nothing. So calls take
+//             turns with two places: what was written to this one two calls ago is no longer read,
+//             since the call before waited for the inputs of every rank, which come behind the end
+//             of that rank's call before.
+//   sums, dw  no rank writes those of this call before it has this rank's inputs, which come behind
+//             the end of its call before, when it had read all of that.
 #pragma once
 
 #include "comm/share_inputs.h"
@@ -44,7 +49,10 @@ __device__ inline void ShareInputs(const ShareParams& p) {
   unsigned ended = 0;
   if (lane == 0) ended = ptx::FetchIncrementBelow(p.peers.blocks_done, gridDim.x);
   if (__shfl_sync(kAllLanes, ended, 0) + 1 < gridDim.x) return;
-  ptx::FenceSystem();  // what the other blocks have written comes before the flags
+  // What the other blocks have written comes before the flags. The first lane has acquired it; a
+  // shuffle alone orders nothing for the others.
+  __syncwarp();
+  ptx::FenceSystem();
   const bool is_rank = lane < p.dims.R;
   if (is_rank) ptx::StoreReleaseSystem(p.peers.inputs_done[lane] + rank, p.peers.epoch);
   const WaitSite site = {Phase::kPeerInputs, lane, -1, static_cast<int32_t>(blockIdx.x)};

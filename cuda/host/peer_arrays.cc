@@ -7,9 +7,13 @@ namespace {
 
 constexpr int64_t kAlignment = 256;  // of every array, more than any access needs
 
+// Calls take turns with these: comm/share_inputs.cuh says why.
+constexpr int kRoutings = 2;
+
 // Bytes from the beginning of a workspace. Flags come first, so that they lie apart from data.
 struct Offsets {
-  int64_t blocks_done, inputs_done, sums_done, expert_idx, expert_weight, dw, x, dy, sums, end;
+  int64_t blocks_done, inputs_done, sums_done, dw, x, dy, sums, end;
+  int64_t expert_idx[kRoutings], expert_weight[kRoutings];
 };
 
 Offsets OffsetsOf(const RoutingDims& d, int H) {
@@ -25,8 +29,10 @@ Offsets OffsetsOf(const RoutingDims& d, int H) {
   o.blocks_done = place(sizeof(uint32_t));
   o.inputs_done = place(d.R * sizeof(uint32_t));
   o.sums_done = place(d.R * tokens * sizeof(uint32_t));
-  o.expert_idx = place(d.R * slots * sizeof(int32_t));
-  o.expert_weight = place(d.R * slots * sizeof(float));
+  for (int i = 0; i < kRoutings; ++i) {
+    o.expert_idx[i] = place(d.R * slots * sizeof(int32_t));
+    o.expert_weight[i] = place(d.R * slots * sizeof(float));
+  }
   o.dw = place(slots * sizeof(float));
   o.x = place(tokens * H * 2);
   o.dy = place(tokens * H * 2);
@@ -41,13 +47,14 @@ int64_t PeerArrayBytes(const RoutingDims& dims, int H) { return OffsetsOf(dims, 
 
 PeerArrays PeerArraysOf(const Peers& peers, const RoutingDims& dims, int H) {
   const Offsets o = OffsetsOf(dims, H);
+  const uint32_t turn = peers.epoch % kRoutings;
   PeerArrays a = {};
   for (int r = 0; r < dims.R; ++r) {
     std::byte* base = peers.base[r];
     a.x[r] = reinterpret_cast<uint4*>(base + o.x);
     a.dy[r] = reinterpret_cast<uint4*>(base + o.dy);
-    a.expert_idx[r] = reinterpret_cast<int32_t*>(base + o.expert_idx);
-    a.expert_weight[r] = reinterpret_cast<float*>(base + o.expert_weight);
+    a.expert_idx[r] = reinterpret_cast<int32_t*>(base + o.expert_idx[turn]);
+    a.expert_weight[r] = reinterpret_cast<float*>(base + o.expert_weight[turn]);
     a.inputs_done[r] = reinterpret_cast<uint32_t*>(base + o.inputs_done);
     a.sums[r] = reinterpret_cast<float*>(base + o.sums);
     a.dw[r] = reinterpret_cast<float*>(base + o.dw);

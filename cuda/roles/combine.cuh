@@ -4,7 +4,7 @@
 // writes     Steps::Sums, and what Steps::FinishRoute does for each route of a token
 // waits on   Steps::RowsDone of each row's tile: its items were claimed before or will be by
 //            running warps; batch_full
-// signals    nothing
+// signals    with peers PeerArrays::sums_done at the token's rank, unless the call has failed
 // threads    any warps; each claims one token at a time, in the order in which sums become ready
 //
 // Rows come in batches through shared memory by bulk copies: one warp keeps tens of KB on their
@@ -199,6 +199,8 @@ class CombineRole {
   // Sums the oldest batch.
   __device__ __forceinline__ void SumBatch() {
     const TraceScope trace(p_.trace, kCombine, lane_ == 0);
+    bool is_garbage = false;
+    if constexpr (Steps::kHasPeers) is_garbage = HasFailed(p_.wait);  // looked up meanwhile
     ptx::BarrierWait(batch_full_ + sum_.index() * sizeof(uint64_t), sum_.parity());
     const Batch& batch = batches_[sum_.index()];
     const Batch::Shape shape = batch.shape;
@@ -230,7 +232,8 @@ class CombineRole {
     // batch and those before it, is released with the flag.
     __syncwarp();
     if constexpr (Steps::kHasPeers) {
-      if (shape.ended >= 0 && lane_ == 0) {
+      // No peer takes what a failed call has summed: it waits until it gives up.
+      if (shape.ended >= 0 && lane_ == 0 && !is_garbage) {
         ptx::StoreReleaseSystem(Steps::SumsDone(p_, shape.ended), p_.peers.epoch);
       }
     }

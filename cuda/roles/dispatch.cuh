@@ -109,6 +109,9 @@ class DispatchRole {
   // Claims are made two ahead and their slots read one ahead: neither latency is waited for.
   __device__ __forceinline__ void Walk() {
     if constexpr (Steps::kZeroPads) WriteZeros();
+    // Copies read rows that peers have written by ordinary stores. What orders the two proxies
+    // between kernels of one GPU does so for its own stores.
+    if constexpr (Steps::kHasPeers) ptx::FenceAsyncGlobal();
     const int num_rows = p_.plan.expert_start[p_.dims.experts_per_rank()];
     int first = Claim();
     int next = Claim();

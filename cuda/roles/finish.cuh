@@ -1,9 +1,9 @@
 // Finish: adds up what each rank has sent for this rank's tokens.
 //
-// reads      expert_idx of this rank; Peers::sums and dw of this rank
+// reads      expert_idx of this rank; PeerArrays::sums and dw of this rank
 // writes     y of each token, in the backward dx and dw
-// waits on   Peers::sums_done of the ranks that have routes of a token: work of peers, which waits
-//            for none of ours that comes after it
+// waits on   PeerArrays::sums_done of the ranks that have routes of a token: work of peers, which
+//            waits for none of ours that comes after it
 // signals    nothing
 // threads    any warps, behind their share of the sums; each claims one token at a time
 //

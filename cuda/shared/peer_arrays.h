@@ -16,8 +16,8 @@ struct PeerArrays {
   uint4* x[kMaxRanks];   // [T, H] bf16, its own
   uint4* dy[kMaxRanks];  // [T, H] bf16, its own, in the backward
   // What it gets from them, the writer's part at the index of its rank.
-  int32_t* expert_idx[kMaxRanks];    // [R, T, K]
-  float* expert_weight[kMaxRanks];   // [R, T, K]
+  int32_t* expert_idx[kMaxRanks];    // [R, T, K], of every other call
+  float* expert_weight[kMaxRanks];   // [R, T, K], likewise
   uint32_t* inputs_done[kMaxRanks];  // [R]: the epoch when the above and x and dy are there
   float* sums[kMaxRanks];            // [R, T, H]: of the writer's experts' rows of a token
   float* dw[kMaxRanks];              // [T, K]: of a route, written by the rank of its expert

@@ -12,7 +12,7 @@ constexpr int kMaxRanks = 8;
 // The workspaces of a group in one call, passed to its kernels by value.
 //
 // Fresh memory is zero, epochs begin at 1 and nothing is cleared between calls. So a flag may hold
-// epochs of this configuration alone, and where things lie may depend on `bytes` and on what the
+// epochs of this configuration alone, and where flags lie may depend on `bytes` and on what the
 // configuration fixes, but on nothing else that differs between calls.
 struct Peers {
   std::byte* base[kMaxRanks];  // by rank, as this device reaches them; its own one too

@@ -125,7 +125,7 @@ def test_error_of_every_expert_is_that_of_an_unfused_path(gate: int) -> None:
 def test_a_call_that_has_failed_ends(size: tuple[int, ...], routing: str, seed: int) -> None:
     """Its waits come back early or, for the parts without the one before, always in vain."""
     batch = normal(size, routing)
-    how: dict[str, Any] = {"seed": seed, "has_failed": True}
+    how: dict[str, Any] = {"seed": seed, "failed_ranks": (0,)}
     for parts in (_ffi.FUSED, *((part,) for part in _ffi.UNFUSED)):
         assert emulated.forward(batch, launches=parts, **how).shape == batch.x.shape
     for parts in (_ffi.BACKWARD_FUSED, *((part,) for part in _ffi.BACKWARD_UNFUSED)):
@@ -138,8 +138,8 @@ def test_a_call_that_has_failed_ends_with_what_is_kept_too(
 ) -> None:
     batch = normal(size, routing)
     for forwards, backwards in ((_ffi.FUSED, _ffi.BACKWARD_FUSED), ((2,), (32,))):
-        y, gate_up = emulated.forward_keeping(batch, launches=forwards, has_failed=True)
-        found = emulated.backward(batch, gate_up=gate_up, launches=backwards, has_failed=True)
+        y, gate_up = emulated.forward_keeping(batch, launches=forwards, failed_ranks=(0,))
+        found = emulated.backward(batch, gate_up=gate_up, launches=backwards, failed_ranks=(0,))
         assert y.shape == found[0].shape == batch.x.shape
 
 

@@ -110,7 +110,7 @@ def test_nan_stays_with_its_token() -> None:
 def test_calls_that_have_failed_end(seed: int) -> None:
     """On all ranks: their waits come back early, those for peers too."""
     batch = routed(*CASES[1])
-    how: dict[str, Any] = {"ranks": 2, "seed": seed, "has_failed": True}
+    how: dict[str, Any] = {"ranks": 2, "seed": seed, "failed_ranks": (0, 1)}
     assert emulated.forward(batch, **how).shape == batch.x.shape
     assert emulated.backward(batch, **how)[0].shape == batch.x.shape
     for part in _ffi.UNFUSED:
@@ -130,8 +130,32 @@ def test_calls_one_after_another_in_the_same_memory(seed: int, ranks: int) -> No
         batch = routed(size, routing)
         roll = {f: np.roll(getattr(batch, f), 7 * i + 1, axis=0) for f in ("x", "dy")}
         batches.append(batch._replace(**roll))
-    ys = emulated.forwards(batches, ranks=ranks, seed=seed, multiprocessors=2)
-    gradients = emulated.backwards(batches, ranks=ranks, seed=seed, multiprocessors=2)
-    for batch, y, found in zip(batches, ys, gradients, strict=True):
+    calls = [emulated.Call(b, is_backward=i) for b in batches for i in (False, True)]
+    found = emulated.run(calls, ranks=ranks, seed=seed, multiprocessors=2)
+    for i, batch in enumerate(batches):
         right = emulated.forward(batch), *emulated.backward(batch)
-        compare.assert_results_bitwise(Results(y, *found), Results(*right))
+        (y,), gradients = found[2 * i : 2 * i + 2]
+        compare.assert_results_bitwise(Results(y, *gradients), Results(*right))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_that_needs_nothing_goes_ahead(seed: int) -> None:
+    """In every other call no token goes anywhere, so no sums tell a rank how far the others are:
+    they may still make their plans of its routes when it sends those of the next call."""
+    size = (8, 2, 8, 64, 64)
+    batches = [routed(size, ("distinct", "nothing")[i % 2]) for i in range(10)]
+    right = [emulated.forward(batch) for batch in batches[:2]]
+    found = emulated.run([emulated.Call(b) for b in batches], ranks=2, seed=seed, multiprocessors=2)
+    for i, (y,) in enumerate(found):
+        compare.assert_bitwise(y, right[i % 2], "y")
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("failed", [0, 1])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_need_a_failed_one_fail_too(ranks: int, failed: int, is_backward: bool) -> None:
+    """None takes the garbage of a failed rank for sums. All end, when their own waits give up."""
+    batch = routed((64, 8, 8, 64, 64), "distinct")
+    call = emulated.Call(batch, is_backward=is_backward)
+    found = emulated.failed_ranks([call], ranks=ranks, failed_ranks=(failed,), deadline_rounds=5000)
+    assert found == list(range(ranks))

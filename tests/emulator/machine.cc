@@ -10,6 +10,7 @@ namespace emulator {
 
 Fiber* self;
 int num_blocks;
+int64_t num_rounds = 0;
 
 namespace {
 
@@ -233,10 +234,9 @@ void RunStreams(const std::vector<std::deque<Work>>& of_devices) {
     devices[i].Advance();
   }
   const bool is_alone = devices.size() == 1;
-  int64_t rounds = 0;
   for (size_t ended = 0; ended < devices.size();) {
     ended = 0;
-    if (++rounds == kMaxRounds) Fail("the kernels do not end");
+    if (++num_rounds == kMaxRounds) Fail("the kernels do not end");
     for (Device& device : devices) {
       if (device.grid == nullptr) {
         ++ended;

@@ -84,6 +84,7 @@ struct Fiber {
 
 extern Fiber* self;
 extern int num_blocks;
+extern int64_t num_rounds;  // that RunStreams has made
 
 // Lets others run.
 void Yield();

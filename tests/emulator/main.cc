@@ -1,9 +1,10 @@
-// Runs calls of the forward or of the backward, one after another on each of the emulated devices
+// Runs calls of the forward and of the backward, one after another on each of the emulated devices
 // of an expert group: emulator IN OUT.
 //
-// IN holds the numbers of `Header` and, for each call and each rank, the arrays of its plan and its
-// operands; OUT gets the results in that order.
-// tests/emulated.py writes and reads them. All else that a call takes is full of NaN.
+// IN holds the numbers of `Header` and, for each call, those of `CallHeader` and of each rank the
+// arrays of its plan and its operands; OUT gets the results in that order, then of each rank the
+// epoch of the last call that has failed. tests/emulated.py writes and reads them. All else that a
+// call takes is full of NaN.
 #include <cstdio>
 
 #include "comm/share_inputs.cuh"
@@ -21,13 +22,20 @@
 namespace {
 
 struct Header {
-  int32_t num_calls, R, T, K, E, H, I, num_blocks, pool_rows, num_items, num_waves;
-  int32_t is_backward, num_steps, float_gradients, keep_gate_up;
-  int32_t multiprocessors, seed, has_failed, fault, num_launches;
-  int32_t launches[8];
+  int32_t num_calls, R, T, K, E, H, I, num_blocks, pool_rows;
+  int32_t multiprocessors, seed, fault;
+  int32_t failed_ranks;     // a bit for each: its waits give up soon, in all calls
+  int32_t deadline_rounds;  // of a wait; 0: none
+};
+
+struct CallHeader {
+  int32_t is_backward, num_steps, num_items, num_waves, float_gradients, keep_gate_up;
+  int32_t num_launches, unused;
+  int64_t launches[8];
 };
 
 int num_multiprocessors;
+constexpr int kPlanTurns = 30;  // of each of its threads
 
 std::vector<std::deque<emulator::Work>> streams;  // of each rank
 int current_rank;                                 // whose calls are enqueued
@@ -76,20 +84,19 @@ struct WaitState {
   megamoe::FaultPage page;
   uint32_t failed_epoch;
 };
+std::vector<WaitState> waits;
 
-LayerCall ReadLayer(FILE* file, const Header& h, int rank, uint32_t epoch, const int64_t* launches,
-                    WaitState* wait) {
-  if (h.has_failed != 0) wait->failed_epoch = epoch;
+LayerCall ReadLayer(FILE* file, const Header& h, const CallHeader& c, int rank, uint32_t epoch) {
   LayerCall call = {};
   call.plan.dims = {h.T, h.K, h.E, h.R};
   call.plan.rank = rank;
-  call.plan.num_steps = h.num_steps;
+  call.plan.num_steps = c.num_steps;
   call.plan_arrays.counts = Read<int32_t>(file, h.E);
   call.plan_arrays.expert_start = Read<int32_t>(file, h.E / h.R + 1);
   call.plan_arrays.slot_row = Read<int32_t>(file, h.R * h.T * h.K);
   call.plan_arrays.row_slot = Read<int32_t>(file, h.pool_rows);
-  call.plan_arrays.items = Read<megamoe::Item>(file, h.num_items);
-  call.plan_arrays.waves = Read<megamoe::Wave>(file, h.num_waves);
+  call.plan_arrays.items = Read<megamoe::Item>(file, c.num_items);
+  call.plan_arrays.waves = Read<megamoe::Wave>(file, c.num_waves);
   call.plan_arrays.token_order = Read<int32_t>(file, h.R * h.T);
   call.plan_arrays.totals = Read<int32_t>(file, 2);
   call.H = h.H;
@@ -98,9 +105,10 @@ LayerCall ReadLayer(FILE* file, const Header& h, int rank, uint32_t epoch, const
   call.pool_rows = h.pool_rows;
   call.expert_idx = Read<int32_t>(file, h.T * h.K);
   call.expert_weight = Read<float>(file, h.T * h.K);
-  call.launches = launches;
-  call.num_launches = h.num_launches;
-  call.wait = {&wait->page, &wait->failed_epoch, ~uint64_t{0}, epoch, rank};
+  call.launches = c.launches;
+  call.num_launches = c.num_launches;
+  const uint64_t deadline = h.deadline_rounds == 0 ? ~uint64_t{0} : h.deadline_rounds;
+  call.wait = {&waits[rank].page, &waits[rank].failed_epoch, deadline, epoch, rank};
   return call;
 }
 
@@ -111,7 +119,8 @@ void* Pool(const Header& h, int64_t columns) {
   return Allocate(h.pool_rows * columns * kBf16Bytes);
 }
 
-megamoe::ForwardCall Forward(FILE* file, const Header& h, const LayerCall& layer, Results* out) {
+megamoe::ForwardCall Forward(FILE* file, const Header& h, const CallHeader& c,
+                             const LayerCall& layer, Results* out) {
   megamoe::ForwardCall call = {};
   static_cast<LayerCall&>(call) = layer;
   const int64_t weights = int64_t{h.E} / h.R * h.H * h.I;
@@ -122,12 +131,13 @@ megamoe::ForwardCall Forward(FILE* file, const Header& h, const LayerCall& layer
   call.y = out->Add(int64_t{h.T} * h.H * kBf16Bytes);
   call.pool = Pool(h, h.H);
   call.h = Pool(h, h.I);
-  if (h.keep_gate_up != 0) call.gate_up = out->Add(int64_t{h.pool_rows} * 2 * h.I * kBf16Bytes);
+  if (c.keep_gate_up != 0) call.gate_up = out->Add(int64_t{h.pool_rows} * 2 * h.I * kBf16Bytes);
   call.counters = static_cast<uint32_t*>(Allocate(megamoe::NumForwardCounters(h.pool_rows) * 4));
   return call;
 }
 
-megamoe::BackwardCall Backward(FILE* file, const Header& h, const LayerCall& layer, Results* out) {
+megamoe::BackwardCall Backward(FILE* file, const Header& h, const CallHeader& c,
+                               const LayerCall& layer, Results* out) {
   megamoe::BackwardCall call = {};
   static_cast<LayerCall&>(call) = layer;
   const int64_t weights = int64_t{h.E} / h.R * h.H * h.I;
@@ -137,11 +147,11 @@ megamoe::BackwardCall Backward(FILE* file, const Header& h, const LayerCall& lay
   call.w_up = ReadBf16(file, weights);
   call.w_down = ReadBf16(file, weights);
   call.dy = ReadBf16(file, int64_t{h.T} * h.H);
-  if (h.keep_gate_up != 0) call.gate_up = ReadBf16(file, int64_t{h.pool_rows} * 2 * h.I);
+  if (c.keep_gate_up != 0) call.gate_up = ReadBf16(file, int64_t{h.pool_rows} * 2 * h.I);
   call.dx = out->Add(int64_t{h.T} * h.H * kBf16Bytes);
   call.dw = static_cast<float*>(out->Add(int64_t{h.T} * h.K * sizeof(float)));
-  call.float_gradients = h.float_gradients != 0;
-  if (h.num_steps == 4) {
+  call.float_gradients = c.float_gradients != 0;
+  if (c.num_steps == 4) {
     const int64_t bytes = weights * (call.float_gradients ? 4 : 2);
     for (void** gradient : {&call.dw_gate, &call.dw_up, &call.dw_down}) *gradient = out->Add(bytes);
   }
@@ -199,10 +209,34 @@ const char* cudaGetErrorString(cudaError_t) { return "of the emulated machine"; 
 
 namespace megamoe {
 
-// The plan comes from IN; here it only clears the counters.
-CudaStatus plan::Launch(cudaStream_t, const PlanProblem&, const int32_t*, const PlanArrays&,
-                        const Cleared& cleared) {
+// Reads the routes of all ranks as the kernels of the plan do, at about their pace.
+void CheckRoutes(const PlanProblem& problem, const int32_t* expert_idx, const PlanArrays& plan) {
+  if (waits[problem.rank].failed_epoch != 0) return;  // who gave up may have none
+  const RoutingDims& d = problem.dims;
+  const int num_threads = emulator::num_blocks * emulator::kBlockThreads;
+  const int thread = static_cast<int>(blockIdx.x) * emulator::kBlockThreads + threadIdx.x;
+  for (int turn = 0; turn < kPlanTurns; ++turn) {
+    emulator::Yield();
+    for (int slot = thread; slot < d.R * d.T * d.K; slot += num_threads) {
+      const int64_t expert = int64_t{expert_idx[slot]} - problem.rank * d.experts_per_rank();
+      const int row = plan.slot_row[slot];
+      const bool is_local = expert >= 0 && expert < d.experts_per_rank();
+      const bool is_right =
+          !is_local ? row < 0
+                    : row >= plan.expert_start[expert] && row < plan.expert_start[expert + 1];
+      if (!is_right) emulator::Fail("the plan reads routes that are not those of its call");
+    }
+  }
+}
+
+// The plan comes from IN; here it clears the counters and reads what it is made of.
+CudaStatus plan::Launch(cudaStream_t, const PlanProblem& problem, const int32_t* expert_idx,
+                        const PlanArrays& arrays, const Cleared& cleared) {
   std::memset(cleared.words, 0, cleared.count * sizeof(uint32_t));
+  if (problem.dims.R > 1) {
+    streams[current_rank].push_back(
+        {[=] { CheckRoutes(problem, expert_idx, arrays); }, num_multiprocessors});
+  }
   return {};
 }
 
@@ -252,15 +286,44 @@ CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
 
 namespace {
 
-// Reads the calls of all ranks, shows each rank what it sees of the others, and runs them.
-template <typename Call>
-void RunRanks(FILE* file, const Header& h, const std::vector<int64_t>& launches,
-              Call (*read)(FILE*, const Header&, const LayerCall&, Results*),
-              megamoe::CudaStatus (*enqueue)(cudaStream_t, const Call&), Results* out) {
-  std::vector<WaitState> waits(h.R);
+// No rank needs what another one holds of a call that has ended there, nor has written of the next:
+// all but the flags.
+void Spoil(const Header& h, int rank, const megamoe::PeerArrays& a) {
+  const auto spoil = [](void* data, int64_t bytes) { std::memset(data, 0xff, bytes); };
+  const int64_t slots = int64_t{h.T} * h.K;
+  const int64_t elements = int64_t{h.T} * h.H;
+  spoil(a.x[rank], elements * kBf16Bytes);
+  spoil(a.dy[rank], elements * kBf16Bytes);
+  spoil(a.expert_idx[rank], h.R * slots * sizeof(int32_t));
+  spoil(a.expert_weight[rank], h.R * slots * sizeof(float));
+  spoil(a.sums[rank], h.R * elements * sizeof(float));
+  spoil(a.dw[rank], slots * sizeof(float));
+}
+
+// Reads a call of a rank and enqueues it.
+void Enqueue(FILE* file, const Header& h, const CallHeader& c, const megamoe::Peers& peers,
+             Results* out) {
+  current_rank = peers.rank;
   const megamoe::RoutingDims dims = {h.T, h.K, h.E, h.R};
+  LayerCall layer = ReadLayer(file, h, c, peers.rank, peers.epoch);
+  layer.peers = megamoe::PeerArraysOf(peers, dims, h.H);
+  if ((h.failed_ranks >> peers.rank & 1) != 0) {
+    const auto fail = [peers] { waits[peers.rank].failed_epoch = peers.epoch; };
+    streams[current_rank].push_back({fail, 0});
+  }
+  const megamoe::CudaStatus status =
+      c.is_backward != 0 ? megamoe::RunBackward(nullptr, Backward(file, h, c, layer, out))
+                         : megamoe::RunForward(nullptr, Forward(file, h, c, layer, out));
+  if (!status.ok()) emulator::Fail(status.call);
+  const auto spoil = [&h, rank = peers.rank, arrays = layer.peers] { Spoil(h, rank, arrays); };
+  streams[current_rank].push_back({spoil, 0});
+}
+
+// Shows each rank what it sees of the others, and runs all calls.
+void RunRanks(FILE* file, const Header& h, Results* out) {
+  waits.resize(h.R);
   megamoe::Peers peers = {};
-  peers.bytes = megamoe::PeerArrayBytes(dims, h.H);
+  peers.bytes = megamoe::PeerArrayBytes({h.T, h.K, h.E, h.R}, h.H);
   peers.num_ranks = h.R;
   for (int r = 0; r < h.R; ++r) {
     // As fresh memory is; what calls before have left is never taken for this one's.
@@ -268,18 +331,18 @@ void RunRanks(FILE* file, const Header& h, const std::vector<int64_t>& launches,
     std::memset(peers.base[r], 0, peers.bytes);
   }
   streams.resize(h.R);
-  for (int c = 0; c < h.num_calls; ++c) {
-    peers.epoch = kFirstEpoch + c;
+  for (int i = 0; i < h.num_calls; ++i) {
+    const CallHeader& c = *Read<CallHeader>(file, 1);
+    peers.epoch = kFirstEpoch + i;
     for (int r = 0; r < h.R; ++r) {
-      peers.rank = current_rank = r;
-      Call call =
-          read(file, h, ReadLayer(file, h, r, peers.epoch, launches.data(), &waits[r]), out);
-      call.peers = megamoe::PeerArraysOf(peers, dims, h.H);
-      const megamoe::CudaStatus status = enqueue(nullptr, call);
-      if (!status.ok()) emulator::Fail(status.call);
+      peers.rank = r;
+      Enqueue(file, h, c, peers, out);
     }
   }
   emulator::RunStreams(streams);
+  for (const WaitState& wait : waits) {
+    std::memcpy(out->Add(sizeof(uint32_t)), &wait.failed_epoch, sizeof(uint32_t));
+  }
 }
 
 }  // namespace
@@ -291,12 +354,7 @@ int main(int argc, char** argv) {
   num_multiprocessors = h.multiprocessors;
   emulator::Seed(h.seed);
   megamoe::seeded_fault = h.fault;
-  const std::vector<int64_t> launches(h.launches, h.launches + h.num_launches);
   Results results;
-  if (h.is_backward != 0) {
-    RunRanks(file, h, launches, Backward, megamoe::RunBackward, &results);
-  } else {
-    RunRanks(file, h, launches, Forward, megamoe::RunForward, &results);
-  }
+  RunRanks(file, h, &results);
   results.Write(argv[2]);
 }
