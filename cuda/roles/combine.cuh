@@ -4,7 +4,7 @@
 // writes     Steps::Sums, and what Steps::FinishRoute does for each route of a token
 // waits on   Steps::RowsDone of each row's tile: its items were claimed before or will be by
 //            running warps; batch_full
-// signals    nothing
+// signals    with peers, sums_done of the token at its rank
 // threads    any warps; each claims one token at a time, in the order in which sums become ready
 //
 // Rows come in batches through shared memory by bulk copies: one warp keeps tens of KB on their
