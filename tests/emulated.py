@@ -21,7 +21,7 @@ import pytest
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
-from jax_megamoe.memory import gate_up_array
+from jax_megamoe.memory import gate_up_array, peer_array_bytes
 from jax_megamoe.plan import (
     MAX_STEPS,
     Plan,
@@ -242,7 +242,7 @@ def _run_all(
     header = [len(batches), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
     header += plan_sizes(dims, steps)
     header += [is_backward, len(steps), is_float, keep]
-    header += [multiprocessors, seed, has_failed, _fault, len(launches)]
+    header += [multiprocessors, seed, has_failed, _fault, peer_array_bytes(dims), len(launches)]
     header += [*launches, *[0] * (8 - len(launches))]
     arrays = [np.array(header, np.int32)]
     for batch in batches:

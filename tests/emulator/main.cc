@@ -23,7 +23,7 @@ namespace {
 struct Header {
   int32_t num_calls, R, T, K, E, H, I, num_blocks, pool_rows, num_items, num_waves;
   int32_t is_backward, num_steps, float_gradients, keep_gate_up;
-  int32_t multiprocessors, seed, has_failed, fault, num_launches;
+  int32_t multiprocessors, seed, has_failed, fault, peer_bytes, num_launches;
   int32_t launches[8];
 };
 
@@ -261,6 +261,7 @@ void RunRanks(FILE* file, const Header& h, const std::vector<int64_t>& launches,
   const megamoe::RoutingDims dims = {h.T, h.K, h.E, h.R};
   megamoe::Peers peers = {};
   peers.bytes = megamoe::PeerArrayBytes(dims, h.H);
+  if (peers.bytes != h.peer_bytes) emulator::Fail("jax_megamoe/memory.py has other bytes");
   peers.num_ranks = h.R;
   for (int r = 0; r < h.R; ++r) {
     // As fresh memory is; what calls before have left is never taken for this one's.
