@@ -30,6 +30,10 @@ from jax_megamoe.validation import check_size
 INT64_MAX = 2**63 - 1
 # The share of a device that JAX takes: its older name, and the newer one, of which one may be set.
 FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+# What ranks give each other begins at multiples of this, as in cuda/host/peer_arrays.cc, and takes
+# whole pages, as in cuda/host/peers.cc.
+PEER_ALIGNMENT = 256
+PAGE_BYTES = 2 << 20
 
 _BF16, _F32, _I32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float32, jnp.int32))
 
@@ -63,6 +67,9 @@ class MemoryPlan:
       counters_bytes: the progress of a call.
       gate_up_bytes: [P, 2I] in bf16: what a forward with save="gate_up" keeps for its backward, on
         top of the total.
+      peer_bytes: what the rank shares with the others, 0 for R = 1; on top of the total, since it
+        lies outside JAX's share of the device. Both passes use it, and all calls of the same sizes
+        on the same group of devices; it stays for the process.
     """
 
     operands_bytes: int
@@ -72,6 +79,7 @@ class MemoryPlan:
     h_bytes: int
     counters_bytes: int
     gate_up_bytes: int
+    peer_bytes: int
 
     @property
     def workspace_bytes(self) -> int:
@@ -111,6 +119,7 @@ def _memory_plan(dims: Dims, keep_gate_up: bool = False) -> MemoryPlan:
         h_bytes=h.num_bytes,
         counters_bytes=counters.num_bytes,
         gate_up_bytes=gate_up_array(dims).num_bytes,
+        peer_bytes=_up_to(PAGE_BYTES, peer_array_bytes(dims)) if dims.R > 1 else 0,
     )
     arrays = forward_operands(dims) + forward_results(dims, keep_gate_up)
     _check_countable("forward", dims, arrays)
@@ -152,6 +161,28 @@ def forward_results(dims: Dims, keep_gate_up: bool = False) -> list[ArraySize]:
 def gate_up_array(dims: Dims) -> ArraySize:
     """What save="gate_up" keeps: g and u of every pool row, in an order of the backend's own."""
     return ArraySize("gate_up", (dims.pool_rows, 2 * dims.I), _BF16)
+
+
+def peer_array_bytes(dims: Dims) -> int:
+    """The bytes that a rank asks for to share with its peers, as cuda/host/peer_arrays.cc."""
+    R, T, K, H = dims.R, dims.T, dims.K, dims.H
+    arrays = [
+        ArraySize("blocks_done", (1,), _I32),
+        ArraySize("inputs_done", (R,), _I32),
+        ArraySize("sums_done", (R, T), _I32),
+        # Calls take turns with two.
+        *[ArraySize("expert_idx", (R, T, K), _I32)] * 2,
+        *[ArraySize("expert_weight", (R, T, K), _F32)] * 2,
+        ArraySize("dw", (T, K), _F32),
+        ArraySize("x", (T, H), _BF16),
+        ArraySize("dy", (T, H), _BF16),
+        ArraySize("sums", (R, T, H), _F32),
+    ]
+    return sum(_up_to(PEER_ALIGNMENT, array.num_bytes) for array in arrays)
+
+
+def _up_to(multiple: int, num_bytes: int) -> int:
+    return ceil_div(num_bytes, multiple) * multiple
 
 
 def backward_operands(dims: Dims, keep_gate_up: bool = False) -> list[ArraySize]:

@@ -22,7 +22,7 @@ import pytest
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
-from jax_megamoe.memory import gate_up_array
+from jax_megamoe.memory import gate_up_array, peer_array_bytes
 from jax_megamoe.plan import (
     MAX_STEPS,
     Plan,
@@ -286,7 +286,7 @@ def _run(
     dims = _dims_of(calls[0].batch, ranks)
     header = [len(calls), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
     header += [dims.pool_rows, multiprocessors, seed, _fault]
-    header += [sum(1 << rank for rank in failed_ranks), deadline_rounds]
+    header += [sum(1 << rank for rank in failed_ranks), deadline_rounds, peer_array_bytes(dims)]
     arrays: list[np.ndarray] = [np.array(header, np.int32)]
     results = []
     for call in calls:

@@ -26,6 +26,7 @@ struct Header {
   int32_t multiprocessors, seed, fault;
   int32_t failed_ranks;     // a bit for each: its waits give up soon, in all calls
   int32_t deadline_rounds;  // of a wait; 0: none
+  int32_t peer_bytes;       // as jax_megamoe/memory.py has them
 };
 
 struct CallHeader {
@@ -324,6 +325,7 @@ void RunRanks(FILE* file, const Header& h, Results* out) {
   waits.resize(h.R);
   megamoe::Peers peers = {};
   peers.bytes = megamoe::PeerArrayBytes({h.T, h.K, h.E, h.R}, h.H);
+  if (peers.bytes != h.peer_bytes) emulator::Fail("jax_megamoe/memory.py has other bytes");
   peers.num_ranks = h.R;
   for (int r = 0; r < h.R; ++r) {
     // As fresh memory is; what calls before have left is never taken for this one's.
