@@ -19,6 +19,7 @@ PRODUCTS = {
 KINDS = {
     1: "dispatch",
     8: "combine",
+    512: "finish",
     **PRODUCTS,
     **{WAIT | part: f"wait for {name}" for part, name in PRODUCTS.items()},
 }
@@ -26,6 +27,7 @@ KINDS = {
 COLOURS = {
     "dispatch": "#2a9d8f",
     "combine": "#e9c46a",
+    "finish": "#90be6d",
     "gate_up": "#355070",
     "down": "#8d99ae",
     "dgrad_down": "#355070",
@@ -44,7 +46,7 @@ COLOURS = {
 PANELS = {
     "products": tuple(PRODUCTS.values()),
     "load waits": tuple(f"wait for {name}" for name in PRODUCTS.values()),
-    "communication": ("dispatch", "combine"),
+    "communication": ("dispatch", "combine", "finish"),
 }
 
 

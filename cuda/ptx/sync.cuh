@@ -162,6 +162,11 @@ __device__ __forceinline__ uint32_t LoadRelaxed(const uint32_t* flag) {
 __device__ __forceinline__ void AddRelease(uint32_t* flag, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
+// With FenceRelease before it as AddRelease.
+__device__ __forceinline__ void AddRelaxed(uint32_t* flag, uint32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ __forceinline__ void FenceRelease() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // Adds 1 and returns what the word was; ordered with nothing. An instruction that wraps at 2^32,
 // since ptxas has the lanes of a warp share an ordinary addition, for which they wait at once.
 __device__ __forceinline__ uint32_t FetchIncrement(uint32_t* word) {

@@ -65,12 +65,6 @@ class DispatchRole {
       if (const int row = rows[k]; row >= 0) f(row);
     }
   }
-  static __device__ __forceinline__ void Publish(const Params& p, int tile, int rows, int number) {
-    Delay(DelaySite::kDispatch, ~number);
-    ptx::FenceAsyncGlobal();
-    ptx::AddRelease(p.counters.x_ready + tile, rows);
-  }
-
   // A piece goes to one row, PieceEnd::to, or with peers to all rows of its token; to: in the first
   // row of the pool.
   struct StorePiece {
@@ -90,11 +84,15 @@ class DispatchRole {
   struct PublishPiece {
     const Params& p;
     __device__ __forceinline__ void operator()(const PieceEnd& end, int number) const {
+      if (Steps::kHasPeers ? end.of % 2 == 0 : end.of == kNone) return;
+      Delay(DelaySite::kDispatch, ~number);
+      ptx::FenceAsyncGlobal();
       if constexpr (Steps::kHasPeers) {
-        if (end.of % 2 == 0) return;
-        ForEachRow(p, end.of / 2, [&](int row) { Publish(p, row / kTileRows, 1, number); });
+        ptx::FenceRelease();  // one for all rows
+        ForEachRow(p, end.of / 2,
+                   [&](int row) { ptx::AddRelaxed(p.counters.x_ready + row / kTileRows, 1); });
       } else {
-        if (end.of != kNone) Publish(p, end.of, kRows, number);
+        ptx::AddRelease(p.counters.x_ready + end.of, kRows);
       }
     }
   };

@@ -71,6 +71,8 @@ inline uint32_t LoadAcquire(const uint32_t* flag) {
 }
 inline uint32_t LoadRelaxed(const uint32_t* flag) { return *flag; }
 inline void AddRelease(uint32_t* flag, uint32_t value) { *flag += value; }
+inline void AddRelaxed(uint32_t* flag, uint32_t value) { *flag += value; }
+inline void FenceRelease() {}
 inline uint32_t FetchIncrement(uint32_t* word) { return atomicAdd(word, 1); }
 inline uint32_t FetchIncrementBelow(uint32_t* word, uint32_t end) {
   emulator::Yield();
