@@ -23,6 +23,8 @@ from jax_megamoe.config import SAVES
 
 # x, expert_idx, expert_weight, w_gate, w_up, w_down -> y
 Layer = Callable[..., Any]
+# rows [M, A], weights [E, A, B], rows of each expert int32 [E] -> [M, B]
+Dot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,7 @@ def jax_run(layer: Layer, pass_name: str, arrays: list[jax.Array]) -> Run:
         _, pull = jax.jit(functools.partial(_differentiated, layer))(*arrays)
         call = functools.partial(jax.jit(lambda pull, dy: pull(dy)), pull, dy)
     else:
-        call = functools.partial(jax.jit(functools.partial(_with_gradients, layer)), dy, *arrays)
+        call = functools.partial(jax.jit(functools.partial(with_gradients, layer)), dy, *arrays)
     return Run(call, jax.block_until_ready)
 
 
@@ -62,36 +64,59 @@ def _differentiated(
     return jax.vjp(of_floats, x, w, *weights)
 
 
-def _with_gradients(layer: Layer, dy: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def with_gradients(layer: Layer, dy: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     y, pull = _differentiated(layer, *arrays)
     return y, *pull(dy)
 
 
 def jax_megamoe(pass_name: str, save: str, arrays: list[jax.Array]) -> Run:
-    backend = "cuda" if jax.default_backend() == "gpu" else "reference"
-    return jax_run(functools.partial(mega_moe, backend=backend, save=save), pass_name, arrays)
+    return jax_run(functools.partial(mega_moe, backend=backend(), save=save), pass_name, arrays)
 
 
-def ragged_layer(dot: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> Layer:
+def backend() -> str:
+    """Of jax_megamoe: the kernels on a GPU, and the reference elsewhere, to try the program."""
+    return "cuda" if jax.default_backend() == "gpu" else "reference"
+
+
+def ragged_layer(dot: Dot) -> Layer:
     """Sort by expert, three ragged products, weighted scatter-add."""
 
-    def layer(
-        x: jax.Array,
-        ids: jax.Array,
-        w: jax.Array,
-        w_gate: jax.Array,
-        w_up: jax.Array,
-        w_down: jax.Array,
-    ) -> jax.Array:
-        order = jnp.argsort(ids.reshape(-1), stable=True)
-        tokens = order // ids.shape[1]
-        sizes = jnp.bincount(ids.reshape(-1), length=w_gate.shape[0]).astype(jnp.int32)
-        rows = x[tokens]
-        h = jax.nn.silu(dot(rows, w_gate, sizes)) * dot(rows, w_up, sizes)
-        o = dot(h, w_down, sizes).astype(jnp.float32) * w.reshape(-1)[order][:, None]
-        return jnp.zeros(x.shape, jnp.float32).at[tokens].add(o).astype(x.dtype)
+    def layer(*arrays: jax.Array) -> jax.Array:
+        x, ids, w, w_gate, w_up, w_down = arrays
+        return ragged_sum(dot, x, ids, w, w_gate, w_up, w_down).astype(x.dtype)
 
     return layer
+
+
+def ragged_sum(
+    dot: Dot,
+    x: jax.Array,
+    ids: jax.Array,
+    w: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    num_rows: int | None = None,
+) -> jax.Array:
+    """The layer's sums over the given experts, float32 [T, H].
+
+    num_rows: None: every id is one of these experts. Else the routes to other experts, whose ids
+    are E and above, are left out, and so many rows, no fewer than the other routes, are gathered.
+    """
+    order = jnp.argsort(ids.reshape(-1), stable=True)[:num_rows]
+    tokens = order // ids.shape[1]
+    sizes = jnp.bincount(ids.reshape(-1), length=w_gate.shape[0]).astype(jnp.int32)
+
+    def routed(rows: jax.Array) -> jax.Array:
+        """The products leave what lies behind their groups undefined, forward and backward."""
+        if num_rows is None:
+            return rows
+        return jnp.where((jnp.arange(num_rows) < sizes.sum())[:, None], rows, 0)
+
+    rows = routed(x[tokens])
+    h = jax.nn.silu(routed(dot(rows, w_gate, sizes))) * routed(dot(rows, w_up, sizes))
+    o = routed(dot(h, w_down, sizes)).astype(jnp.float32) * w.reshape(-1)[order][:, None]
+    return jnp.zeros(x.shape, jnp.float32).at[tokens].add(o)
 
 
 def lax_ragged_dot(pass_name: str, _: str, arrays: list[jax.Array]) -> Run:
@@ -99,13 +124,17 @@ def lax_ragged_dot(pass_name: str, _: str, arrays: list[jax.Array]) -> Run:
 
 
 def tokamax_ragged_dot(pass_name: str, _: str, arrays: list[jax.Array]) -> Run:
+    return jax_run(ragged_layer(tokamax_dot()), pass_name, arrays)
+
+
+def tokamax_dot() -> Dot:
+    """Its product; ImportError where it is not installed."""
     _stand_in_for_xprof()
     import tokamax  # pyright: ignore[reportMissingImports]
 
     # "mosaic" is its implementation for Hopper, and needs one; "xla" runs anywhere.
     implementation = "mosaic" if jax.default_backend() == "gpu" else "xla"
-    dot = functools.partial(tokamax.ragged_dot, implementation=implementation)
-    return jax_run(ragged_layer(dot), pass_name, arrays)
+    return functools.partial(tokamax.ragged_dot, implementation=implementation)
 
 
 def _stand_in_for_xprof() -> None:
@@ -190,9 +219,14 @@ def release_memory() -> None:
 
 def matmul(size: int) -> Run:
     """A bf16 product of two square matrices."""
-    keys = jax.random.split(jax.random.key(SEED))
-    a, b = (normal(key, (size, size), "bf16") for key in keys)
+    a, b = squares(size)
     return Run(functools.partial(jax.jit(jnp.matmul), a, b), jax.block_until_ready)
+
+
+def squares(*size: int) -> list[jax.Array]:
+    """Two factors of a product, bf16 [..., size, size] of the last of `size`."""
+    keys = jax.random.split(jax.random.key(SEED))
+    return [normal(key, (*size, size[-1]), "bf16") for key in keys]
 
 
 def device_copy(size_bytes: int) -> Run:

@@ -16,10 +16,16 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch", "triton", "t
 OUTPUTS = (":(top,exclude)benchmarks/results", ":(top,exclude,glob)docs/*.png")
 
 
-def smi(query: str) -> str:
-    """One field of the first GPU, as nvidia-smi prints it."""
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
+def smi(query: str, num_devices: int = 1) -> str:
+    """One field of the first GPUs, as nvidia-smi prints it, a line each."""
+    indices = ",".join(map(str, range(num_devices)))
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", indices]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def sm_clocks(num_devices: int = 1) -> list[int]:
+    """MHz of the first GPUs, now."""
+    return [int(line.split()[0]) for line in smi("clocks.sm", num_devices).splitlines()]
 
 
 def device() -> str:
@@ -55,7 +61,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write(path: pathlib.Path, records: Sequence[object]) -> None:
+def write(path: pathlib.Path, records: Sequence[object], num_devices: int = 1) -> None:
     """Writes the records with commit, date, device and versions, on a GPU driver and clock too."""
     revision, dirty = commit()
     on_gpu = jax.default_backend() == "gpu"
@@ -64,9 +70,9 @@ def write(path: pathlib.Path, records: Sequence[object]) -> None:
         "dirty": dirty,
         "date": datetime.date.today().isoformat(),
         "device": device(),
-        "num_devices": 1,
+        "num_devices": num_devices,
         "driver": smi("driver_version") if on_gpu else None,
-        "clock_mhz": int(smi("clocks.sm").split()[0]) if on_gpu else None,
+        "clock_mhz": min(sm_clocks(num_devices)) if on_gpu else None,
         "versions": versions(),
         "records": list(records),
     }

@@ -50,7 +50,7 @@ def table(named: Sequence[Named]) -> str:
 
 def _same_work(record: Record, records: Sequence[Record]) -> Record | None:
     """The fastest record of jax_megamoe for the same shape and pass, of all saves and dtypes."""
-    same = ("pass", "tokens", "hidden", "intermediate", "experts", "top_k", "routing")
+    same = ("pass", "ep", "tokens", "hidden", "intermediate", "experts", "top_k", "routing")
     ours = [
         r
         for r in records

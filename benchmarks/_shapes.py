@@ -23,7 +23,8 @@ class Shape:
     """One layer and its batch; the letters are the dimension key of jax_megamoe/config.py.
 
     name: in tables and pictures. routing: one of ROUTINGS. peers: which implementations run beside
-    jax_megamoe; () for shapes that are held against a bound in place of peers.
+    jax_megamoe; () for shapes that are held against a bound in place of peers. R: GPUs that share
+    the experts, T tokens on each.
     """
 
     name: str
@@ -34,12 +35,15 @@ class Shape:
     I: int
     routing: str = "random"
     peers: tuple[str, ...] = ()
+    R: int = 1
 
     def useful_flops(self, pass_name: str) -> float:
+        """Of one GPU, when all have as many rows."""
         return float(FLOP_FACTORS[pass_name]) * self.T * self.K * self.H * self.I
 
 
 PEERS = ("torch_grouped_mm", "tokamax_ragged_dot")
+RANK_PEERS = ("tokamax_all_gather", "torch_all_to_all")
 BASE = Shape("30B", T=16384, K=8, E=128, H=2048, I=768, peers=PEERS)
 
 
@@ -49,8 +53,9 @@ def _variant(name: str, **changes: int | str) -> Shape:
 
 # What one program run measures. `main`: the shapes of Qwen3-30B-A3B and Qwen3-235B-A22B, and one
 # small enough for lax.ragged_dot, which multiplies every row by every expert. `cliffs`: the 30B
-# width with one of its sizes changed at a time. `corners`: with three changed at once. `tiny`: runs
-# anywhere, to try the program; its figures mean nothing.
+# width with one of its sizes changed at a time. `corners`: with three changed at once. `ranks`: the
+# large ones over two GPUs. `tiny` and `ranks-tiny`: run anywhere, to try the program; their figures
+# mean nothing.
 SETS: dict[str, tuple[Shape, ...]] = {
     "main": (
         BASE,
@@ -76,20 +81,25 @@ SETS: dict[str, tuple[Shape, ...]] = {
             for K in (1, 8)
         ),
     ),
+    "ranks": (
+        dataclasses.replace(BASE, peers=RANK_PEERS, R=2),
+        Shape("235B", T=16384, K=8, E=128, H=4096, I=1536, peers=RANK_PEERS, R=2),
+    ),
     "tiny": (Shape("tiny", T=96, K=2, E=4, H=64, I=64, peers=(*PEERS, "lax_ragged_dot")),),
+    "ranks-tiny": (Shape("tiny", T=96, K=2, E=4, H=64, I=64, peers=RANK_PEERS, R=2),),
 }
 
 
 def expert_ids(shape: Shape) -> np.ndarray:
-    """int32 [T, K]. random: K distinct experts a token, all equally likely. zipf: K distinct ones
+    """int32 [R T, K]. random: K distinct experts a token, all equally likely. zipf: K distinct ones
     drawn without replacement, the r-th most popular with weight 1/r, popularity in random order.
     one-hot: every route of every token goes to one expert.
     """
     rng = np.random.default_rng(SEED)
     if shape.routing == "one-hot":
-        return np.full((shape.T, shape.K), shape.E // 2, np.int32)
+        return np.full((shape.R * shape.T, shape.K), shape.E // 2, np.int32)
     # The K largest of log(weight) + Gumbel noise are such a draw; for equal weights any noise does.
-    scores = rng.random((shape.T, shape.E), np.float32)
+    scores = rng.random((shape.R * shape.T, shape.E), np.float32)
     if shape.routing == "zipf":
         scores = -np.log(-np.log(np.clip(scores, 1e-7, 1 - 1e-7)))
         scores -= np.log(1 + rng.permutation(shape.E).astype(np.float32))
@@ -107,15 +117,17 @@ def normal(key: jax.Array, size: tuple[int, ...], dtype: str, scale: float = 1.0
 def inputs(shape: Shape, weights_dtype: str) -> list[jax.Array]:
     """x bf16, expert_idx int32, expert_weight float32, w_gate, w_up, w_down; drawn on the device.
 
+    Those of all R ranks, on one device.
     x is standard normal; the weights are normal with a variance of 1 over their input dimension.
     """
     keys = jax.random.split(jax.random.key(SEED), 5)
     wide, narrow = (shape.E, shape.H, shape.I), (shape.E, shape.I, shape.H)
+    ids = jnp.asarray(expert_ids(shape))
     return jax.block_until_ready(
         [
-            normal(keys[0], (shape.T, shape.H), "bf16"),
-            jnp.asarray(expert_ids(shape)),
-            jax.random.uniform(keys[1], (shape.T, shape.K), jnp.float32, 0.05, 0.25),
+            normal(keys[0], (shape.R * shape.T, shape.H), "bf16"),
+            ids,
+            jax.random.uniform(keys[1], ids.shape, jnp.float32, 0.05, 0.25),
             normal(keys[2], wide, weights_dtype, shape.H**-0.5),
             normal(keys[3], wide, weights_dtype, shape.H**-0.5),
             normal(keys[4], narrow, weights_dtype, shape.I**-0.5),

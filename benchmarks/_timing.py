@@ -15,10 +15,23 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from _record import smi
+from _record import sm_clocks
+
+
+class Timed(Protocol):
+    """What is measured: something that runs `calls` queued calls when it is told to."""
+
+    @property
+    def num_devices(self) -> int:
+        """On so many GPUs, the first ones."""
+        ...
+
+    def seconds(self, calls: int) -> float:
+        """Time of `calls` calls, from idle devices until the last result is there."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +40,16 @@ class Run:
 
     call: Callable[[], Any]
     wait: Callable[[Any], object]
+    num_devices: int = 1
+
+    def seconds(self, calls: int) -> float:
+        """As `Timed` says. Only the latest results are kept: memory does not grow with `calls`."""
+        start = time.perf_counter()
+        results = None
+        for _ in range(calls):
+            results = self.call()
+        self.wait(results)
+        return time.perf_counter() - start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,49 +70,57 @@ class Figures:
     clock_mhz: int | None
 
 
-def nvml_clock() -> Callable[[], int]:
-    """A function that reads the SM clock of the first GPU, in MHz, in less than a millisecond."""
+def nvml_clocks(num_devices: int) -> Callable[[], tuple[int, ...]]:
+    """A function that reads the SM clocks of the first GPUs, in MHz, in some 0.1 ms each."""
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    device, mhz = ctypes.c_void_p(), ctypes.c_uint()
+    devices = [ctypes.c_void_p() for _ in range(num_devices)]
+    mhz = ctypes.c_uint()
 
     def check(status: int) -> None:
         if status:
             raise OSError(f"NVML answered {status}")
 
-    def read() -> int:
+    def read_one(device: ctypes.c_void_p) -> int:
         sm_clock = 1  # NVML_CLOCK_SM
         check(nvml.nvmlDeviceGetClockInfo(device, sm_clock, ctypes.byref(mhz)))
         return mhz.value
 
+    def read() -> tuple[int, ...]:
+        return tuple(map(read_one, devices))
+
     check(nvml.nvmlInit_v2())
-    check(nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)))
+    for i, device in enumerate(devices):
+        check(nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(device)))
     read()
     return read
 
 
 class Clock:
-    """Samples a clock in a thread of its own, so that timed calls do not wait for it."""
+    """Samples clocks in a thread of its own, so that timed calls do not wait for it."""
 
     PERIOD_SECONDS = 0.02
 
-    def __init__(self, read: Callable[[], int]) -> None:
+    def __init__(self, read: Callable[[], tuple[int, ...]]) -> None:
         self._read = read
-        self._samples: list[tuple[float, int]] = []
+        self._samples: list[tuple[float, tuple[int, ...]]] = []
         threading.Thread(target=self._sample, daemon=True).start()
 
     @staticmethod
-    def of_gpu() -> "Clock":
-        """The SM clock of the first GPU; by nvidia-smi, a few times a second, where NVML fails."""
+    def of_gpus(num_devices: int = 1) -> "Clock":
+        """The SM clocks of the first GPUs; by nvidia-smi, a few times a second, if NVML fails."""
         try:
-            return Clock(nvml_clock())
+            return Clock(nvml_clocks(num_devices))
         except OSError as error:
             print(f"clocks come from nvidia-smi: {error}", file=sys.stderr)
-            return Clock(lambda: int(smi("clocks.sm").split()[0]))
+            return Clock(lambda: tuple(sm_clocks(num_devices)))
 
-    def median_mhz(self, start: float, end: float) -> int | None:
-        """Of the samples between two times of time.perf_counter; None when there is none."""
-        inside = [mhz for at, mhz in self._samples if start <= at <= end]
-        return int(np.median(inside)) if inside else None
+    def median_mhz(self, start: float, end: float, num_devices: int = 1) -> int | None:
+        """Of the samples between two times of time.perf_counter; None when there is none.
+
+        Of several GPUs, the first `num_devices`, it is the lowest one's.
+        """
+        inside = [mhz[:num_devices] for at, mhz in self._samples if start <= at <= end]
+        return int(np.median(inside, axis=0).min()) if inside else None
 
     def _sample(self) -> None:
         while True:
@@ -98,45 +129,33 @@ class Clock:
             time.sleep(self.PERIOD_SECONDS)
 
 
-def seconds_of(run: Run, calls: int) -> float:
-    """Time of `calls` queued calls, from an idle device until the last result is there.
-
-    Only the latest results are kept: memory does not grow with the number of calls.
-    """
-    start = time.perf_counter()
-    results = None
-    for _ in range(calls):
-        results = run.call()
-    run.wait(results)
-    return time.perf_counter() - start
-
-
-def load(run: Run, seconds: float) -> float:
+def load(run: Timed, seconds: float) -> float:
     """Runs it for at least `seconds`; returns the time of a call in the last batch of calls."""
     calls, spent = 1, 0.0
     while True:
-        elapsed = seconds_of(run, calls)
+        elapsed = run.seconds(calls)
         spent += elapsed
         if spent >= seconds:
             return elapsed / calls
         calls = max(1, math.ceil(seconds / 3 * calls / elapsed))
 
 
-def segment(run: Run, method: Method, clock: Clock | None) -> tuple[float, int | None]:
+def segment(run: Timed, method: Method, clock: Clock | None) -> tuple[float, int | None]:
     """Milliseconds a call, and the clock over the timed calls."""
     each = load(run, method.load_seconds)
     while True:
         calls = max(1, math.ceil(1.1 * method.timed_seconds / each))
         start = time.perf_counter()
-        elapsed = seconds_of(run, calls)
+        elapsed = run.seconds(calls)
         if elapsed >= method.timed_seconds:
-            mhz = clock.median_mhz(start, start + elapsed) if clock else None
+            end = start + elapsed
+            mhz = clock.median_mhz(start, end, run.num_devices) if clock else None
             return elapsed / calls * 1e3, mhz
         each = elapsed / calls
 
 
 def measure(
-    runs: Mapping[str, Run], method: Method, clock: Clock | None
+    runs: Mapping[str, Timed], method: Method, clock: Clock | None
 ) -> tuple[dict[str, Figures], dict[str, str]]:
     """Measures all runs in alternating rounds.
 

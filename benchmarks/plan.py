@@ -16,7 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _record import need_gpu, smi, write
+from _record import need_gpu, sm_clocks, write
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
@@ -85,7 +85,7 @@ def measure(dims: Dims) -> list[dict[str, object]]:
                     "us": round(with_plan - loop_alone, 2),
                     "us_with_loop": round(with_plan, 2),
                     "us_loop_alone": round(loop_alone, 2),
-                    "clock_mhz": int(smi("clocks.sm").split()[0]),
+                    "clock_mhz": sm_clocks()[0],
                 }
             )
             print(json.dumps(rows[-1]), flush=True)

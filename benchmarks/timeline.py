@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from _record import device, need_gpu, write
 from _shapes import BASE, SEED, SETS, Shape, inputs, normal
-from _timing import Method, Run, load, seconds_of
+from _timing import Method, Run, load
 from _trace import Trace, decode, draw, summary
 
 from jax_megamoe import _ffi
@@ -57,7 +57,7 @@ def traced_call(shape: Shape, pass_name: str, save: str, weights: str) -> tuple[
         run.wait(run.call())
         each = load(run, LOAD_SECONDS)
         num_calls = int(Method.timed_seconds / each) + 1
-        times[name] = round(seconds_of(run, num_calls) / num_calls * 1e3, 4)
+        times[name] = round(run.seconds(num_calls) / num_calls * 1e3, 4)
     load(plain, LOAD_SECONDS)
     *_, records = traced.call()
     return decode(np.asarray(records)), times

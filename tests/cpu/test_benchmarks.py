@@ -1,5 +1,6 @@
 """The parts of the benchmarks that need no GPU: shapes, bound, rounds, records, table, trace."""
 
+import dataclasses
 import importlib
 import json
 import re
@@ -11,9 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-layer, training, _implementations, _record, _report, _shapes, _timing, _trace = map(
+training, _implementations, _measured, _record, _report, _shapes, _timing, _trace = map(
     importlib.import_module,
-    ("layer", "training", "_implementations", "_record", "_report", "_shapes", "_timing", "_trace"),
+    "training _implementations _measured _record _report _shapes _timing _trace".split(),
 )
 
 TINY = _shapes.Shape("tiny", T=24, K=2, E=4, H=16, I=8, peers=("lax_ragged_dot",))
@@ -56,6 +57,9 @@ def test_bound_is_the_padded_rows_and_the_weights() -> None:
 def test_sets_hold_what_their_names_say() -> None:
     sizes = [(s.name, s.H, s.I, s.T, s.E, s.K) for s in _shapes.SETS["main"][:2]]
     assert sizes == [("30B", 2048, 768, 16384, 128, 8), ("235B", 4096, 1536, 16384, 128, 8)]
+    assert [
+        dataclasses.replace(s, R=1, peers=_shapes.PEERS) for s in _shapes.SETS["ranks"]
+    ] == list(_shapes.SETS["main"][:2])
     cliffs = _shapes.SETS["cliffs"]
     assert {s.T for s in cliffs} == {4096, 16384, 65536} and {s.K for s in cliffs} == {1, 8}
     assert {s.E for s in cliffs} == {8, 128, 256}
@@ -91,23 +95,25 @@ def test_rounds_alternate_and_a_failure_becomes_its_text() -> None:
 
 
 def test_clock_is_the_median_of_the_samples_between() -> None:
-    clock = _timing.Clock(lambda: 1500)
-    clock._samples = [(1.0, 100), (2.0, 1400), (2.5, 1300), (3.0, 1450), (9.0, 200)]
+    clock = _timing.Clock(lambda: (1500, 1500))
+    mhz = {1.0: (100, 90), 2.0: (1400, 1300), 2.5: (1300, 1350), 3.0: (1450, 1250), 9.0: (200, 90)}
+    clock._samples = list(mhz.items())
     assert clock.median_mhz(1.5, 3.5) == 1400
+    assert clock.median_mhz(1.5, 3.5, num_devices=2) == 1300
     assert clock.median_mhz(4, 5) is None
 
 
 def test_records_table_and_picture(tmp_path: Path) -> None:
     figures = _timing.Figures(ms=2.0, ms_spread=0.1, clock_mhz=1300)
     choice = ("forward", _shapes.BASE)
-    ours = layer.record(layer.Variant("jax_megamoe"), *choice, figures, 690.0)
+    ours = _measured.record(_measured.Variant("jax_megamoe"), *choice, figures, 690.0)
     assert sorted(ours) == sorted(FIELDS)
     assert (ours["ep"], ours["save"], ours["process_model"]) == (1, "none", "single_process")
     assert ours["tflops"] == pytest.approx(6 * 16384 * 8 * 2048 * 768 / 2e-3 * 1e-12, abs=0.05)
     assert ours["fraction"] == pytest.approx(ours["tflops"] / 690, abs=1e-4)
-    torch, tokamax = map(layer.Variant, ("torch_grouped_mm", "tokamax_ragged_dot"))
-    slower = layer.record(torch, *choice, _timing.Figures(5.0, 0, None), 690.0)
-    failed = layer.record(tokamax, *choice, "ImportError: no\ntokamax", 690.0)
+    torch, tokamax = map(_measured.Variant, ("torch_grouped_mm", "tokamax_ragged_dot"))
+    slower = _measured.record(torch, *choice, _timing.Figures(5.0, 0, None), 690.0)
+    failed = _measured.record(tokamax, *choice, "ImportError: no\ntokamax", 690.0)
     assert sorted(failed) == sorted([*FIELDS[:14], "error"])
     named = [("30B", r) for r in (ours, slower, failed)]
     lines = _report.table(named).splitlines()
@@ -124,7 +130,7 @@ def test_records_table_and_picture(tmp_path: Path) -> None:
 
 def test_variants_are_those_of_a_pass() -> None:
     def names(pass_name: str, **chosen: object) -> list[str]:
-        return [str(v) for v in layer.variants(TINY, pass_name, **chosen)]
+        return [str(v) for v in _measured.variants(TINY, pass_name, **chosen)]
 
     ours, peer = "jax_megamoe, save", "lax_ragged_dot, save"
     dtypes = ("bf16 weights", "float32 weights")
@@ -147,9 +153,9 @@ def test_what_fails_is_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setitem(sys.modules, "tokamax", None)
     ours = _implementations.Implementation("jax_megamoe", refused, ("none", "gate_up"))
     monkeypatch.setitem(_implementations.IMPLEMENTATIONS, "jax_megamoe", ours)
-    shape = _shapes.dataclasses.replace(TINY, peers=("tokamax_ragged_dot", "lax_ragged_dot"))
-    chosen = layer.variants(shape, "forward_backward", weights=["bf16"])
-    named = layer.run_beside_peers(shape, "forward_backward", chosen, QUICK, None, 64)
+    shape = dataclasses.replace(TINY, peers=("tokamax_ragged_dot", "lax_ragged_dot"))
+    chosen = _measured.variants(shape, "forward_backward", weights=["bf16"])
+    named = _measured.run_beside_peers(shape, "forward_backward", chosen, QUICK, None, 64)
     none, gate_up, tokamax, lax = records = [record for _, record in named]
     assert sorted(none) == sorted(lax) == sorted(FIELDS)
     assert [r["save"] for r in records] == ["none", "gate_up", "activations", "activations"]
@@ -162,8 +168,8 @@ def test_what_fails_is_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_shapes_against_their_bound() -> None:
-    shapes = [TINY, _shapes.dataclasses.replace(TINY, name="more", T=48)]
-    records = [r for _, r in layer.run_against_bound(shapes, QUICK, None, 64, 2**12)]
+    shapes = [TINY, dataclasses.replace(TINY, name="more", T=48)]
+    records = [r for _, r in _measured.run_against_bound(shapes, QUICK, None, 64, 2**12)]
     assert records[0]["bound_ratio"] <= 1.0  # the base against itself, or against its weights
     for record in records:
         assert record["bound_ratio"] == pytest.approx(record["ms"] / record["bound_ms"], rel=0.1)

@@ -1,0 +1,157 @@
+"""The layer over the GPUs of one host beside its peers: what `layer.py --set ranks` measures.
+
+Per GPU T tokens, and E experts in all. jax_megamoe and the JAX peer run in one process over all
+GPUs, under shard_map; PyTorch in a process a GPU (_torch_ranks.py, _workers.py). A product, one on
+each GPU at once, is the base of the rates of one GPU. jax_megamoe on one GPU with all experts and T
+tokens (EP1) is measured beside, to say what the exchange costs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _implementations import (
+    IMPLEMENTATIONS,
+    Dot,
+    Layer,
+    backend,
+    ragged_sum,
+    squares,
+    tokamax_dot,
+    with_gradients,
+)
+from _measured import Make, Variant, measure_beside, record
+from _report import OURS, Named
+from _shapes import RANK_PEERS, SEED, Shape, inputs, normal
+from _timing import Clock, Method, Run
+from _workers import Workers
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_megamoe import mega_moe
+from jax_megamoe.plan import ceil_div
+
+AXIS = "expert"
+PASSES = ("forward", "forward_backward")
+GATHERED, EXCHANGED = RANK_PEERS
+# The JAX peer gathers this share of a balanced rank's rows on top of them, far more than random
+# routing needs (0.3 % at T = 16384, K = 8). It is not dropless: rows beyond would be lost.
+SPARE_ROWS = 1 / 16
+
+
+def expert_mesh(num_ranks: int) -> Mesh:
+    devices = np.array(jax.devices()[:num_ranks])
+    return Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def on_ranks(mesh: Mesh, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Splits the first dimension of each over the mesh."""
+    return jax.device_put(list(arrays), NamedSharding(mesh, PartitionSpec(AXIS)))
+
+
+def over_ranks(f: Callable[..., Any], mesh: Mesh, *arrays: jax.Array, check_vma: bool) -> Run:
+    """Calls of f, a program of all ranks, each with its share of the arrays."""
+    spec = PartitionSpec(AXIS)
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    call = functools.partial(jax.jit(sharded), *arrays)
+    if jax.default_backend() == "cpu":
+        # Simulated devices wait for each other for ever when calls with collectives queue up.
+        return Run(lambda: jax.block_until_ready(call()), lambda _: None, num_devices=mesh.size)
+    return Run(call, jax.block_until_ready, num_devices=mesh.size)
+
+
+def layer_run(
+    layer: Layer, mesh: Mesh, pass_name: str, arrays: Sequence[jax.Array], *, check_vma: bool = True
+) -> Run:
+    """One of PASSES of a layer as one rank sees it; arrays: those of `on_ranks`."""
+    if pass_name == "forward":
+        return over_ranks(layer, mesh, *arrays, check_vma=check_vma)
+    (dy,) = on_ranks(mesh, [normal(jax.random.key(SEED + 1), arrays[0].shape, "bf16")])
+    both = functools.partial(with_gradients, layer)
+    return over_ranks(both, mesh, dy, *arrays, check_vma=check_vma)
+
+
+def jax_megamoe(mesh: Mesh, pass_name: str, save: str, arrays: Sequence[jax.Array]) -> Run:
+    layer = functools.partial(mega_moe, axis_name=AXIS, backend=backend(), save=save)
+    return layer_run(layer, mesh, pass_name, arrays)
+
+
+def tokamax_all_gather(mesh: Mesh, pass_name: str, arrays: Sequence[jax.Array]) -> Run:
+    # Pallas kernels say nothing of the axes that their results vary over.
+    return layer_run(gathered_layer(tokamax_dot()), mesh, pass_name, arrays, check_vma=False)
+
+
+def gathered_layer(dot: Dot) -> Layer:
+    """All tokens and routes to every rank, its experts' sums of them, and their sums back."""
+
+    def layer(x: jax.Array, ids: jax.Array, w: jax.Array, *weights: jax.Array) -> jax.Array:
+        num_rows = ceil_div(round(ids.size * (1 + SPARE_ROWS)), 8) * 8
+        num_local = weights[0].shape[0]
+        x, ids, w = (jax.lax.all_gather(a, AXIS, tiled=True) for a in (x, ids, w))
+        local = ids - jax.lax.axis_index(AXIS) * num_local
+        local = jnp.where((local >= 0) & (local < num_local), local, num_local)
+        sums = ragged_sum(dot, x, local, w, *weights, num_rows=min(num_rows, ids.size))
+        return jax.lax.psum_scatter(sums, AXIS, tiled=True).astype(x.dtype)
+
+    return layer
+
+
+def matmuls(mesh: Mesh, size: int) -> Run:
+    """A bf16 product of two square matrices on each GPU, at the same time."""
+    factors = on_ranks(mesh, squares(mesh.size, size))
+    return over_ranks(lambda a, b: (a[0] @ b[0])[None], mesh, *factors, check_vma=True)
+
+
+def rank_variants(
+    shape: Shape, pass_name: str, *, only: Sequence[str], saves: Sequence[str]
+) -> list[Variant]:
+    """jax_megamoe over the GPUs and on one, with each `save`, and the peers over the GPUs."""
+    forward = pass_name == "forward"
+    kept = ["none"] if forward else saves
+    found = [Variant(OURS, save, ep=ep) for ep in (shape.R, 1) for save in kept]
+    found += [Variant(p, "none" if forward else "activations", ep=shape.R) for p in shape.peers]
+    return [v for v in found if not only or v.impl in only]
+
+
+def run_over_ranks(
+    shape: Shape,
+    pass_name: str,
+    chosen: Sequence[Variant],
+    workers: Workers | None,
+    method: Method,
+    clock: Clock | None,
+    matmul_size: int,
+) -> list[Named]:
+    """The records of the chosen variants, all measured in the same rounds.
+
+    PyTorch compiles while JAX does, after the product, whose algorithm XLA chooses by timing.
+    """
+    mesh = expert_mesh(shape.R)
+    product = matmuls(mesh, matmul_size)
+    product.seconds(1)
+    if workers:
+        workers.begin(pass_name, shape)
+    arrays = on_ranks(mesh, inputs(shape, "bf16"))
+    alone = inputs(dataclasses.replace(shape, R=1), "bf16")
+    makes: dict[Variant, Make] = {}
+    for v in chosen:
+        if v.impl == EXCHANGED:
+            assert workers is not None
+            makes[v] = workers.finish
+        elif v.impl == GATHERED:
+            makes[v] = functools.partial(tokamax_all_gather, mesh, pass_name, arrays)
+        elif v.ep > 1:
+            makes[v] = functools.partial(jax_megamoe, mesh, pass_name, v.save, arrays)
+        else:
+            makes[v] = functools.partial(IMPLEMENTATIONS[OURS].make, pass_name, v.save, alone)
+    title = f"{shape.name} {pass_name}"
+    results, rate = measure_beside(title, makes, product, matmul_size, method, clock)
+    named = []
+    for v in chosen:
+        model = "process_per_gpu" if v.impl == EXCHANGED else "single_process"
+        found = record(v, pass_name, shape, results[v], rate, model)
+        named.append((f"{shape.name}, EP{v.ep}", found))
+    return named
