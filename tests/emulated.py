@@ -116,10 +116,21 @@ NUM_CLEARED = 1000
 
 
 def plan(
-    expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step], *, seed: int = 0
+    expert_idx: np.ndarray,
+    dims: Dims,
+    rank: int,
+    steps: Sequence[Step],
+    *,
+    seed: int = 0,
+    has_failed: bool = False,
 ) -> Plan:
-    """As `plan.make_plan`, by the kernels of the plan; seed: of the order of warps and blocks."""
-    header = [dims.T, dims.K, dims.E, dims.R, rank, len(steps), seed, NUM_CLEARED]
+    """As `plan.make_plan`, by the kernels of the plan.
+
+    Args:
+      seed: of the order of warps and blocks.
+      has_failed: the call has given up waiting for the routes.
+    """
+    header = [dims.T, dims.K, dims.E, dims.R, rank, len(steps), seed, NUM_CLEARED, has_failed]
     for step in steps:
         header += [step.tiles_m or 0, step.tiles_n, step.lag]
     header += [0] * 3 * (MAX_STEPS - len(steps))

@@ -2,9 +2,10 @@
 // ever, whatever happened to the one that it waits for.
 //
 // When one gives up, so does every later one of the call, and each role goes on with its work on
-// whatever memory holds: addresses come from the plan, which is complete. So nothing inside a block
-// ever waits in vain, and a wait for an mbarrier needs no bound: one that looked for a failure cost
-// the forward 2 % on an H200. The results are garbage that the error keeps anyone from using.
+// whatever memory holds: addresses come from the plan, which is complete, if of no routes where
+// those did not come. So nothing inside a block ever waits in vain, and a wait for an mbarrier
+// needs no bound: one that looked for a failure cost the forward 2 % on an H200. The results are
+// garbage that the error keeps anyone from using; peers are told of none.
 #pragma once
 
 #include <cstdint>

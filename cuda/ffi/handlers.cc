@@ -26,7 +26,7 @@ ffi::Error ExecutePlan(cudaStream_t stream, ExpertIdx expert_idx, ffi::Remaining
   if (problem.has_error()) return problem.error();
   const ffi::ErrorOr<PlanArrays> arrays = ReadPlanArrays(*problem, results, 0);
   if (arrays.has_error()) return arrays.error();
-  return FromCuda(plan::Launch(stream, *problem, expert_idx.typed_data(), *arrays, {}));
+  return FromCuda(plan::Launch(stream, *problem, expert_idx.typed_data(), *arrays, {}, {}));
 }
 
 XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,

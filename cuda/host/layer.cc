@@ -61,7 +61,9 @@ CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, c
     }
   }
   const plan::Cleared counters = {c.counters, num_counters};
-  if (CudaStatus status = plan::Launch(stream, c.plan, RoutingOf(c), c.plan_arrays, counters);
+  const WaitContext inputs = c.plan.dims.R > 1 ? c.wait : WaitContext{};
+  if (CudaStatus status =
+          plan::Launch(stream, c.plan, RoutingOf(c), c.plan_arrays, counters, inputs);
       !status.ok()) {
     return status;
   }

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "comm/wait.cuh"
 #include "plan/layout.cuh"
 #include "plan/plan.h"
 #include "plan/work.cuh"
@@ -46,6 +47,11 @@ __device__ Route ReadRoute(const PlanProblem& p, const int32_t* expert_idx, int 
   return {expert, last};
 }
 
+// Whether expert_idx may not be what it will be. Looked at beside the routes, not before.
+__device__ bool LacksRoutes(const WaitContext& wait) {
+  return wait.failed_epoch != nullptr && HasFailed(wait);
+}
+
 // The slots [first, end) of a chunk.
 struct Range {
   int first, end;
@@ -59,16 +65,18 @@ __device__ Range ChunkSlots(const RoutingDims& d, const PlanChunks& chunks, int 
 
 __global__ __launch_bounds__(kThreads, 1) void CountRoutes(PlanProblem p, PlanChunks chunks,
                                                            const int32_t* expert_idx,
-                                                           uint32_t* chunk_counts) {
+                                                           uint32_t* chunk_counts,
+                                                           WaitContext wait) {
   ptx::LetNextKernelStart();
   __shared__ uint32_t counts[kMaxExperts];
   const int experts = p.dims.experts_per_rank();
   if (threadIdx.x < experts) counts[threadIdx.x] = 0;
+  const bool lacks_routes = LacksRoutes(wait);
   __syncthreads();
   const Range slots = ChunkSlots(p.dims, chunks, blockIdx.x);
   for (int slot = slots.first + threadIdx.x; slot < slots.end; slot += kThreads) {
     const Route route = ReadRoute(p, expert_idx, slot);
-    if (route.expert >= 0) {
+    if (route.expert >= 0 && !lacks_routes) {
       atomicAdd(&counts[route.expert], 1u | static_cast<uint32_t>(route.last_local) << kTokenShift);
     }
   }
@@ -98,7 +106,8 @@ __device__ uint32_t ScanWarpCounts(uint32_t* warp_counts, int experts) {
 
 // Places the routes of a chunk in slot order: a stable counting sort, kThreads slots a round.
 __device__ void PlaceChunk(const PlanProblem& p, Range slots, const int32_t* expert_idx,
-                           const PlanArrays& out, Layout& layout, uint32_t* warp_counts) {
+                           bool lacks_routes, const PlanArrays& out, Layout& layout,
+                           uint32_t* warp_counts) {
   const int experts = p.dims.experts_per_rank();
   const int warp = threadIdx.x / 32;
   const unsigned lanes_before = (1u << threadIdx.x % 32) - 1;
@@ -108,6 +117,7 @@ __device__ void PlaceChunk(const PlanProblem& p, Range slots, const int32_t* exp
     const int slot = round + threadIdx.x;
     Route route = {-1, false};
     if (slot < slots.end) route = ReadRoute(p, expert_idx, slot);
+    if (lacks_routes) route = {-1, false};
     const unsigned same = __match_any_sync(kAllLanes, route.expert);
     const unsigned same_last = same & __ballot_sync(kAllLanes, route.last_local);
     uint32_t* warp_count = warp_counts + warp * experts + route.expert;
@@ -205,15 +215,18 @@ constexpr int PlaceMemoryBytes(int experts) {
 __global__ __launch_bounds__(kThreads, 1) void PlaceRoutes(const __grid_constant__ PlanProblem p,
                                                            PlanChunks chunks, Ends ends,
                                                            const int32_t* expert_idx,
-                                                           PlanArrays out, Cleared cleared) {
+                                                           PlanArrays out, Cleared cleared,
+                                                           WaitContext wait) {
   ptx::LetNextKernelStart();
   ptx::WaitForPreviousKernel();
+  const bool lacks_routes = LacksRoutes(wait);
   Fill(cleared.words, 0, cleared.count, 0u);
   auto& [layout, warp_counts] = *static_cast<PlaceMemory*>(ptx::DynamicSharedMemory());
   const int num_chunks = p.dims.R * chunks.per_source;
   MakeLayout(out.chunk_counts, p.dims.experts_per_rank(), num_chunks, blockIdx.x, layout);
   if (blockIdx.x < num_chunks) {
-    PlaceChunk(p, ChunkSlots(p.dims, chunks, blockIdx.x), expert_idx, out, layout, warp_counts);
+    PlaceChunk(p, ChunkSlots(p.dims, chunks, blockIdx.x), expert_idx, lacks_routes, out, layout,
+               warp_counts);
   }
   WriteLists(p, chunks, ends, out, layout);
 }
@@ -238,13 +251,13 @@ CudaStatus Load() {
 }
 
 CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t* expert_idx,
-                  const PlanArrays& arrays, const Cleared& cleared) {
+                  const PlanArrays& arrays, const Cleared& cleared, const WaitContext& wait) {
   const PlanChunks chunks = ChunksOf(problem.dims);
   const int num_chunks = problem.dims.R * chunks.per_source;
   if (num_chunks > 0) {
     const cudaLaunchConfig_t config = LaunchConfig(stream, num_chunks, 0);
-    MEGAMOE_RETURN_IF_CUDA_ERROR(
-        cudaLaunchKernelEx(&config, CountRoutes, problem, chunks, expert_idx, arrays.chunk_counts));
+    MEGAMOE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, CountRoutes, problem, chunks,
+                                                    expert_idx, arrays.chunk_counts, wait));
   }
   const auto fields = PlanFields(problem);
   const Ends ends = {fields[3].elements, fields[4].elements, fields[5].elements,
@@ -258,8 +271,8 @@ CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t
     config.attrs = &early;
     config.numAttrs = 1;
   }
-  MEGAMOE_RETURN_IF_CUDA_ERROR(
-      cudaLaunchKernelEx(&config, PlaceRoutes, problem, chunks, ends, expert_idx, arrays, cleared));
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, PlaceRoutes, problem, chunks, ends,
+                                                  expert_idx, arrays, cleared, wait));
   return {};
 }
 

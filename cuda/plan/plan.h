@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "shared/cuda_status.h"
+#include "shared/fault.h"
 #include "shared/plan.h"
 
 namespace megamoe::plan {
@@ -20,7 +21,10 @@ struct Cleared {
 // Enqueues the plan of `problem` for expert_idx, int32 [R, T, K] on the device. Allocates nothing,
 // does not wait, and relies on no content of the output arrays. The next kernel of the stream may
 // begin before it ends (ptx::WaitForPreviousKernel).
+//
+// wait: of a call that has waited for the routes of its peers, else {}. If they did not come, they
+// still may, between one kernel of the plan and the next: it then is that of no routes.
 CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t* expert_idx,
-                  const PlanArrays& arrays, const Cleared& cleared);
+                  const PlanArrays& arrays, const Cleared& cleared, const WaitContext& wait);
 
 }  // namespace megamoe::plan

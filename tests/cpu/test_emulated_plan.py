@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_megamoe.config import MAX_CHOICES, MAX_EXPERTS, Dims
-from jax_megamoe.plan import Plan, Step, backward_steps, forward_steps
+from jax_megamoe.plan import Plan, Step, backward_steps, forward_steps, make_plan
 from tests import emulated
 from tests.plan_cases import (
     KINDS,
@@ -88,3 +88,14 @@ def test_more_waves_than_a_block_has_threads() -> None:
 def test_the_most_experts_and_choices() -> None:
     dims = Dims(T=100, K=MAX_CHOICES, E=MAX_EXPERTS, R=1, H=512, I=256)
     assert_kernels_equal_twin(make_case(dims, 0, "skewed", 0, backward=False))
+
+
+@pytest.mark.parametrize("of", ["forward", "backward"])
+def test_a_call_that_lacks_its_routes_has_none(of: str) -> None:
+    """They may come while the plan is made, and lists of some and rows of others do not fit."""
+    dims = Dims(T=300, K=4, E=8, R=2, H=64, I=64)
+    ids = np.random.default_rng(0).integers(0, 8, (2, 300, 4)).astype(np.int32)
+    got = emulated.plan(ids, dims, 1, steps_of(dims)[of], has_failed=True)
+    want = make_plan(np.full_like(ids, -1), dims, 1, steps_of(dims)[of])
+    for name, g, w in zip(Plan._fields, got, want, strict=True):
+        np.testing.assert_array_equal(g, w, err_msg=name)

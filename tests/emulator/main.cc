@@ -232,7 +232,7 @@ void CheckRoutes(const PlanProblem& problem, const int32_t* expert_idx, const Pl
 
 // The plan comes from IN; here it clears the counters and reads what it is made of.
 CudaStatus plan::Launch(cudaStream_t, const PlanProblem& problem, const int32_t* expert_idx,
-                        const PlanArrays& arrays, const Cleared& cleared) {
+                        const PlanArrays& arrays, const Cleared& cleared, const WaitContext&) {
   std::memset(cleared.words, 0, cleared.count * sizeof(uint32_t));
   if (problem.dims.R > 1) {
     streams[current_rank].push_back(

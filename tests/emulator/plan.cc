@@ -36,7 +36,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 namespace {
 
 struct Header {
-  int32_t T, K, E, R, rank, num_steps, seed, num_cleared;
+  int32_t T, K, E, R, rank, num_steps, seed, num_cleared, has_failed;
   megamoe::PlanStep steps[megamoe::kMaxSteps];
 };
 
@@ -65,8 +65,10 @@ int main(int argc, char** argv) {
   auto* waves = reinterpret_cast<megamoe::Wave*>(at(5));
   const megamoe::PlanArrays arrays = {at(0), at(1), at(2), at(3),          items,
                                       waves, at(6), at(7), words[8].data()};
-  const megamoe::CudaStatus status = megamoe::plan::Launch(nullptr, problem, expert_idx.data(),
-                                                           arrays, {cleared.data(), h.num_cleared});
+  uint32_t failed_epoch = h.has_failed != 0;
+  const megamoe::WaitContext wait = {nullptr, &failed_epoch, 0, /*epoch=*/1, h.rank};
+  const megamoe::CudaStatus status = megamoe::plan::Launch(
+      nullptr, problem, expert_idx.data(), arrays, {cleared.data(), h.num_cleared}, wait);
   if (!status.ok()) emulator::Fail(status.call);
 
   words.back() = cleared;
