@@ -83,33 +83,19 @@ ffi::Error ExecuteInGroup(Communicators communicators, cudaStream_t stream, int3
                           Bf16Matrix x, Ids expert_idx, RouteWeights expert_weight,
                           Bf16Experts w_gate, Bf16Experts w_up, Bf16Experts w_down,
                           ffi::RemainingRets results, ffi::Dictionary attributes) {
-  const auto group = NextGroupCall(communicators, device, attributes);
-  if (group.has_error()) return group.error();
-  const ffi::Error error =
-      Run(stream, device, &*group, {x, expert_idx, expert_weight, w_gate, w_up, w_down}, results,
-          attributes);
-  if (error.failure()) group->workspace->Break(error.message());
-  return error;
+  return RunLayerInGroup(communicators, device, attributes, [&](const GroupCall& group) {
+    return Run(stream, device, &group, {x, expert_idx, expert_weight, w_gate, w_up, w_down},
+               results, attributes);
+  });
 }
 
 XLA_FFI_DEFINE_HANDLER(
     PrepareHandler, PrepareLayer,
     ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>().RemainingArgs().RemainingRets().Attrs());
 
-// What both bind behind the context of their own.
 template <typename Binding>
-auto WithOperands(Binding binding) {
-  return std::move(binding)
-      .template Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .template Ctx<ffi::DeviceOrdinal>()
-      .template Arg<Bf16Matrix>()    // x
-      .template Arg<Ids>()           // expert_idx
-      .template Arg<RouteWeights>()  // expert_weight
-      .template Arg<Bf16Experts>()   // w_gate
-      .template Arg<Bf16Experts>()   // w_up
-      .template Arg<Bf16Experts>()   // w_down
-      .RemainingRets()
-      .Attrs();
+auto WithOperands(Binding&& binding) {
+  return WithLayerOperands(WithDevice(std::move(binding))).RemainingRets().Attrs();
 }
 XLA_FFI_DEFINE_HANDLER(ExecuteHandler, Execute, WithOperands(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(GroupHandler, ExecuteInGroup,

@@ -9,6 +9,7 @@
 #include "ffi/common.h"
 #include "ffi/forward.h"
 #include "ffi/group.h"
+#include "ffi/layer.h"
 #include "plan/plan.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -38,10 +39,16 @@ XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,
                            .Attr<int64_t>("rank")
                            .Attr<ffi::Span<const int64_t>>("steps"));
 
-XLA_FFI_DEFINE_HANDLER(
-    kPrepareGroup, PrepareGroup,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>().Ctx<CollectivesContext>().Attrs());
-XLA_FFI_DEFINE_HANDLER(kInitializeGroup, InitializeGroup,
+ffi::Error InitializePeers(Communicators communicators, int32_t device,
+                           ffi::Dictionary attributes) {
+  const auto group = ReadGroup(attributes);
+  if (group.has_error()) return group.error();
+  const auto bytes = ReadPeerBytes(attributes);
+  if (bytes.has_error()) return bytes.error();
+  return InitializeGroup(communicators, device, *group, *bytes);
+}
+
+XLA_FFI_DEFINE_HANDLER(kInitializePeers, InitializePeers,
                        ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
                            .Ctx<CollectivesContext>()
                            .Ctx<ffi::DeviceOrdinal>()
@@ -59,11 +66,11 @@ std::vector<Registration> LayerRegistrations() {
       {"jax_megamoe_backward", "prepare", PrepareBackward},
       {"jax_megamoe_backward", "initialize", kInitialize},
       {"jax_megamoe_backward", "execute", ExecuteBackward},
-      {"jax_megamoe_forward_peers", "prepare", kPrepareGroup},
-      {"jax_megamoe_forward_peers", "initialize", kInitializeGroup},
+      {"jax_megamoe_forward_peers", "prepare", PrepareGroup},
+      {"jax_megamoe_forward_peers", "initialize", kInitializePeers},
       {"jax_megamoe_forward_peers", "execute", ExecuteGroupForward},
-      {"jax_megamoe_backward_peers", "prepare", kPrepareGroup},
-      {"jax_megamoe_backward_peers", "initialize", kInitializeGroup},
+      {"jax_megamoe_backward_peers", "prepare", PrepareGroup},
+      {"jax_megamoe_backward_peers", "initialize", kInitializePeers},
       {"jax_megamoe_backward_peers", "execute", ExecuteGroupBackward},
   };
 }

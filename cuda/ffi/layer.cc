@@ -118,6 +118,17 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
   return call;
 }
 
+ffi::ErrorOr<int64_t> ReadPeerBytes(const ffi::Dictionary& attributes) {
+  const char* const names[] = {"T", "K", "E", "R", "H"};
+  int v[5];
+  for (int i = 0; i < 5; ++i) {
+    const auto number = attributes.get<int64_t>(names[i]);
+    if (number.has_error()) return number.error();
+    v[i] = static_cast<int>(*number);
+  }
+  return PeerArrayBytes({v[0], v[1], v[2], v[3]}, v[4]);
+}
+
 void SetPeers(int32_t device, int64_t deadline_ns, const GroupCall* group, LayerCall* call) {
   const int rank = group == nullptr ? 0 : group->peers.rank;
   call->wait = NextCall(device, rank, static_cast<uint64_t>(deadline_ns));

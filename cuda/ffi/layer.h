@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <utility>
 
 #include "ffi/group.h"
 #include "host/layer.h"
@@ -38,6 +39,38 @@ struct LayerOperands {
 xla::ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
                                            const LayerOperands& operands, int num_ranks,
                                            const xla::ffi::Dictionary& attributes);
+
+// The bytes that each rank shares with its peers, by the attributes of a call.
+xla::ffi::ErrorOr<int64_t> ReadPeerBytes(const xla::ffi::Dictionary& attributes);
+
+// run(group) as a call of the group that the attributes name.
+template <typename F>
+xla::ffi::Error RunLayerInGroup(Communicators& communicators, int32_t device,
+                                const xla::ffi::Dictionary& attributes, F run) {
+  const auto group = ReadGroup(attributes);
+  if (group.has_error()) return group.error();
+  const auto bytes = ReadPeerBytes(attributes);
+  if (bytes.has_error()) return bytes.error();
+  return RunInGroup(communicators, device, *group, *bytes, run);
+}
+
+// Behind the contexts of their own, what both passes and their calls in a group bind alike.
+template <typename Binding>
+auto WithDevice(Binding&& binding) {
+  return std::move(binding)
+      .template Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+      .template Ctx<xla::ffi::DeviceOrdinal>();
+}
+template <typename Binding>
+auto WithLayerOperands(Binding&& binding) {
+  return std::move(binding)
+      .template Arg<Bf16Matrix>()    // x
+      .template Arg<Ids>()           // expert_idx
+      .template Arg<RouteWeights>()  // expert_weight
+      .template Arg<Bf16Experts>()   // w_gate
+      .template Arg<Bf16Experts>()   // w_up
+      .template Arg<Bf16Experts>();  // w_down
+}
 
 // Gives a call its waits and, in a group of several ranks, its peers; `group` is null for one rank.
 void SetPeers(int32_t device, int64_t deadline_ns, const GroupCall* group, LayerCall* call);

@@ -4,15 +4,12 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string>
 
 #include "ffi/arguments.h"
 #include "ffi/common.h"
-#include "ffi/communicator.h"
+#include "ffi/group.h"
 #include "ffi/handlers.h"
-#include "host/device.h"
 #include "host/fault.h"
-#include "host/peers.h"
 
 namespace megamoe {
 namespace {
@@ -23,51 +20,25 @@ using Row = ffi::Buffer<ffi::S32, 1>;   // [N]
 using Rows = ffi::Buffer<ffi::S32, 2>;  // [R, N]
 
 struct ProbeAttributes {
-  DeviceGroups groups;
+  GroupAttributes group;
   int64_t N;
-  uint64_t configuration;
-  uint64_t deadline_ns;
 
-  int64_t bytes() const { return PeerProbeBytes(groups.num_ranks, N); }
+  int64_t bytes() const { return PeerProbeBytes(group.groups.num_ranks, N); }
 };
 
 ffi::ErrorOr<ProbeAttributes> Read(const ffi::Dictionary& attributes) {
-  const auto groups = ReadDeviceGroups(attributes);
-  if (groups.has_error()) return groups.error();
-  int64_t numbers[3];
-  const char* names[] = {"N", "configuration", "deadline_ns"};
-  for (int i = 0; i < 3; ++i) {
-    const auto number = attributes.get<int64_t>(names[i]);
-    if (number.has_error()) return number.error();
-    numbers[i] = *number;
-  }
-  return ProbeAttributes{*groups, numbers[0], static_cast<uint64_t>(numbers[1]),
-                         static_cast<uint64_t>(numbers[2])};
-}
-
-ffi::ErrorOr<PeerWorkspace*> WorkspaceOf(Communicators& communicators, int device,
-                                         const ProbeAttributes& probe) {
-  const auto communicator = GetCommunicator(communicators, probe.groups);
-  if (communicator.has_error()) return communicator.error();
-  return &PeerWorkspace::Of(*communicator, device, probe.configuration);
-}
-
-ffi::Error Prepare(Communicators communicators, ffi::Dictionary attributes) {
-  const auto probe = Read(attributes);
-  if (probe.has_error()) return probe.error();
-  return RequestCommunicator(communicators, probe->groups);
+  const auto group = ReadGroup(attributes);
+  if (group.has_error()) return group.error();
+  const auto N = attributes.get<int64_t>("N");
+  if (N.has_error()) return N.error();
+  return ProbeAttributes{*group, *N};
 }
 
 ffi::Error InitializeProbe(Communicators communicators, int32_t device,
                            ffi::Dictionary attributes) {
   const auto probe = Read(attributes);
   if (probe.has_error()) return probe.error();
-  const auto workspace = WorkspaceOf(communicators, device, *probe);
-  if (workspace.has_error()) return workspace.error();
-  const std::string why =
-      (*workspace)->Prepare({probe->bytes(), probe->deadline_ns, PrepareDevice(device)});
-  if (why.empty()) return ffi::Error::Success();
-  return MakeError(ffi::ErrorCode::kFailedPrecondition, why);
+  return InitializeGroup(communicators, device, probe->group, probe->bytes());
 }
 
 ffi::Error Execute(Communicators communicators, cudaStream_t stream, int32_t device, Row row,
@@ -75,29 +46,17 @@ ffi::Error Execute(Communicators communicators, cudaStream_t stream, int32_t dev
   const auto probe = Read(attributes);
   if (probe.has_error()) return probe.error();
   if (row.element_count() != static_cast<size_t>(probe->N) ||
-      received->element_count() != static_cast<size_t>(probe->groups.num_ranks * probe->N)) {
+      received->element_count() != static_cast<size_t>(probe->group.groups.num_ranks * probe->N)) {
     return Invalid("peer probe: the row and the result are not those of R and N");
   }
-  const auto workspace = WorkspaceOf(communicators, device, *probe);
-  if (workspace.has_error()) return workspace.error();
-  Peers peers;
-  if (const std::string why = (*workspace)->NextCall(probe->bytes(), &peers); !why.empty()) {
-    return MakeError(ffi::ErrorCode::kFailedPrecondition, why);
-  }
-  if (const std::string fault = TakeFault(device); !fault.empty()) {
-    (*workspace)->Break(fault);
-    return MakeError(ffi::ErrorCode::kAborted, fault);
-  }
-  const WaitContext wait = NextCall(device, peers.rank, probe->deadline_ns);
-  const CudaStatus status =
-      LaunchPeerProbe(stream, wait, peers, {row.typed_data(), received->typed_data(), probe->N});
-  if (!status.ok()) (*workspace)->Break(status.text());
-  return FromCuda(status);
+  return RunInGroup(
+      communicators, device, probe->group, probe->bytes(), [&](const GroupCall& call) {
+        const WaitContext wait = NextCall(device, call.peers.rank, probe->group.deadline_ns);
+        return FromCuda(LaunchPeerProbe(stream, wait, call.peers,
+                                        {row.typed_data(), received->typed_data(), probe->N}));
+      });
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kPrepare, Prepare,
-    ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>().Ctx<CollectivesContext>().Attrs());
 XLA_FFI_DEFINE_HANDLER(kInitializeProbe, InitializeProbe,
                        ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
                            .Ctx<CollectivesContext>()
@@ -116,7 +75,7 @@ XLA_FFI_DEFINE_HANDLER(kExecute, Execute,
 
 std::vector<Registration> PeerProbeRegistrations() {
   return {
-      {"jax_megamoe_peer_probe", "prepare", kPrepare},
+      {"jax_megamoe_peer_probe", "prepare", PrepareGroup},
       {"jax_megamoe_peer_probe", "initialize", kInitializeProbe},
       {"jax_megamoe_peer_probe", "execute", kExecute},
   };

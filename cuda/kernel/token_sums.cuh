@@ -26,14 +26,18 @@ struct TokenSums {
   static __device__ __forceinline__ uint4* SumsRow(const Params& p, uint4* own, int token) {
     if constexpr (!kWithPeers) return own + int64_t{token} * (p.H / kVector);
     const int source = token / p.dims.T;
-    const int64_t row = int64_t{p.wait.rank} * p.dims.T + token - source * p.dims.T;
-    return reinterpret_cast<uint4*>(p.peers.sums[source] + row * p.H);
+    return reinterpret_cast<uint4*>(p.peers.sums[source] + RowAt(p, source, token) * p.H);
   }
   // The flag that tells the token's rank of them.
   static __device__ __forceinline__ uint32_t* SumsDone(const Params& p, int token) {
     const int source = token / p.dims.T;
-    const int64_t row = int64_t{p.wait.rank} * p.dims.T + token - source * p.dims.T;
-    return p.peers.sums_done[source] + row;
+    return p.peers.sums_done[source] + RowAt(p, source, token);
+  }
+
+ private:
+  // Of what this rank sends, at the token's rank. [R, T]
+  static __device__ __forceinline__ int64_t RowAt(const Params& p, int source, int token) {
+    return int64_t{p.wait.rank} * p.dims.T + token - source * p.dims.T;
   }
 };
 
