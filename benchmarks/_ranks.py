@@ -28,10 +28,12 @@ from _measured import Make, Variant, measure_beside, record
 from _report import OURS, Named
 from _shapes import RANK_PEERS, SEED, Shape, inputs, normal
 from _timing import Clock, Method, Run
+from _traffic import of_layer
 from _workers import Workers
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_megamoe import mega_moe
+from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.plan import ceil_div
 
 AXIS = "expert"
@@ -153,5 +155,8 @@ def run_over_ranks(
     for v in chosen:
         model = "process_per_gpu" if v.impl == EXCHANGED else "single_process"
         found = record(v, pass_name, shape, results[v], rate, model)
+        if v.impl == OURS and v.ep > 1:
+            config = MegaMoEConfig(backend="cuda", save=v.save)
+            found["nvlink_bytes"] = of_layer(mesh, shape, pass_name, config, arrays)
         named.append((f"{shape.name}, EP{v.ep}", found))
     return named

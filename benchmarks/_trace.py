@@ -5,6 +5,8 @@ import pathlib
 
 import numpy as np
 
+from jax_megamoe.memory import TRAFFIC_RECORDS
+
 # Kinds of a record: the parts of cuda/shared/part.h, and cuda/shared/trace.h's wait before those
 # that multiply.
 WAIT = 16
@@ -64,14 +66,15 @@ class Trace:
     kind: np.ndarray
 
 
-def decode(records: np.ndarray) -> Trace:
-    """A trace from the records of a call with trace=True, int32 [1 + capacity, 4].
+def decode(records: np.ndarray, num_ranks: int = 1) -> Trace:
+    """A trace from the records of a rank's call with trace=True, int32 [1 + capacity, 4] and, with
+    several ranks, what _traffic.py reads.
 
     Raises:
       ValueError: when nothing was recorded, records did not fit, or a kind is unknown.
     """
     words = np.ascontiguousarray(records).view(np.uint32)
-    count, capacity = int(words[0, 0]), len(words) - 1
+    count, capacity = int(words[0, 0]), len(words) - 1 - TRAFFIC_RECORDS * (num_ranks > 1)
     if not 0 < count <= capacity:
         raise ValueError(f"the trace counts {count} records; it may hold 1 to {capacity}")
     start, end, multiprocessor, kind = words[1 : 1 + count].T

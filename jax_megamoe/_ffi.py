@@ -147,13 +147,14 @@ def forward_call(
         does the same work one part at a time.
       deadline_s: how long a wait inside the kernel may last; then the kernel ends, and the next
         call on the device raises.
-      trace: also records when each piece of the work ran.
+      trace: also records when each piece of the work ran and, with several ranks, what crossed
+        NVLink.
 
     Returns:
       y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert; with
       keep_gate_up also g and u of every pool row, bf16 [P, 2I], as cuda/kernel/gate_up.cuh lays
       them out, pads and rows that no expert has 0; with trace also the TraceRecords
-      of cuda/shared/trace.h, int32 [1 + capacity, 4].
+      of cuda/shared/trace.h, int32 [1 + capacity, 4], with several ranks and its PeerTraffic.
 
     Raises:
       MemoryError, ValueError: as `memory.check_fits`.

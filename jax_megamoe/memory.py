@@ -34,6 +34,8 @@ FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 # whole pages, as in cuda/host/peers.cc.
 PEER_ALIGNMENT = 256
 PAGE_BYTES = 2 << 20
+# The rows of a trace that PeerTraffic of cuda/shared/trace.h takes.
+TRAFFIC_RECORDS = 3
 
 _BF16, _F32, _I32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float32, jnp.int32))
 
@@ -241,11 +243,12 @@ def _gradients(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> lis
 def trace_result(dims: Dims, steps: Sequence[Step]) -> ArraySize:
     """The records of a traced call: a header, four an item, one a pool row, one a piece of a sum.
 
-    More than the roles write: they move and sum several rows at a time.
+    More than the roles write: they move and sum several rows at a time. With several ranks, behind
+    them what crossed NVLink.
     """
     sizes = plan_sizes(dims, steps)
     records = 4 * sizes.items + sizes.pool_rows + dims.T * dims.K * ceil_div(dims.H, 256)
-    return ArraySize("trace", (1 + records, 4), _I32)
+    return ArraySize("trace", (1 + records + TRAFFIC_RECORDS * (dims.R > 1), 4), _I32)
 
 
 def plan_results(dims: Dims, steps: Sequence[Step]) -> list[ArraySize]:

@@ -22,7 +22,7 @@ import pytest
 
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
-from jax_megamoe.memory import gate_up_array, peer_array_bytes
+from jax_megamoe.memory import gate_up_array, peer_array_bytes, trace_result
 from jax_megamoe.plan import (
     MAX_STEPS,
     Plan,
@@ -159,7 +159,7 @@ class Call:
       float_gradients: the weights' gradients come in float32, else in bf16.
       trainable: there are such gradients.
       keep: the kernels of save="gate_up". kept: what a backward takes of its forward.
-      launches: as for the custom calls; None: fused.
+      launches: as for the custom calls; None: fused. trace: likewise.
     """
 
     batch: Batch
@@ -169,6 +169,7 @@ class Call:
     keep: bool = False
     kept: np.ndarray | None = None
     launches: tuple[int, ...] | None = None
+    trace: bool = False
 
     def steps(self, dims: Dims) -> tuple[Step, ...]:
         if self.is_backward:
@@ -178,15 +179,15 @@ class Call:
     def results(self, dims: Dims) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Of one rank, in their order."""
         results = [((dims.T, dims.H), BF16)]
-        if not self.is_backward:
-            kept = gate_up_array(dims)
-            return [*results, (kept.shape, kept.dtype)] if self.keep else results
-        results.append(((dims.T, dims.K), F32))
-        if self.trainable:
+        if self.is_backward:
+            results.append(((dims.T, dims.K), F32))
+        if self.is_backward and self.trainable:
             dtype = F32 if self.float_gradients else BF16
             weights = (self.batch.w_gate, self.batch.w_up, self.batch.w_down)
             results += [((dims.experts_per_rank, *w.shape[1:]), dtype) for w in weights]
-        return results
+        others = [gate_up_array(dims)] if self.keep else []
+        others += [trace_result(dims, self.steps(dims))] if self.trace else []
+        return [*results, *((array.shape, array.dtype) for array in others)]
 
     def header(self, dims: Dims) -> bytes:
         launches = self.launches
@@ -196,7 +197,8 @@ class Call:
         _, items, waves = plan_sizes(dims, steps)
         keeps = self.keep or self.kept is not None
         numbers = [self.is_backward, len(steps), items, waves, self.float_gradients, keeps]
-        numbers += [len(launches), 0]
+        trace = trace_result(dims, steps).shape[0] if self.trace else 0
+        numbers += [len(launches), trace]
         parts = [*launches, *[0] * (8 - len(launches))]
         return np.array(numbers, np.int32).tobytes() + np.array(parts, np.int64).tobytes()
 

@@ -19,17 +19,22 @@
 #pragma once
 
 #include "comm/share_inputs.h"
+#include "comm/traffic.cuh"
 #include "comm/wait.cuh"
 
 namespace megamoe {
 
-// Elements of 16 bytes, or of 4: a rank's part of the routing begins at no multiple of 16.
+// Elements of 16 bytes, or of 4: a rank's part of the routing begins at no multiple of 16. Returns
+// how many bytes this thread has copied.
 template <typename T>
-__device__ inline void CopyShare(T* to, const void* from, int64_t count) {
+__device__ inline int64_t CopyShare(T* to, const void* from, int64_t count) {
+  int64_t bytes = 0;
   for (int64_t i = int64_t{blockIdx.x} * kShareThreads + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * kShareThreads) {
     to[i] = static_cast<const T*>(from)[i];
+    bytes += sizeof(T);
   }
+  return bytes;
 }
 
 __device__ inline void ShareInputs(const ShareParams& p) {
@@ -39,8 +44,9 @@ __device__ inline void ShareInputs(const ShareParams& p) {
   CopyShare(p.peers.x[rank], p.x, vectors);
   if (p.dy != nullptr) CopyShare(p.peers.dy[rank], p.dy, vectors);
   for (int r = 0; r < p.dims.R; ++r) {
-    CopyShare(p.peers.expert_idx[r] + rank * slots, p.expert_idx, slots);
-    CopyShare(p.peers.expert_weight[r] + rank * slots, p.expert_weight, slots);
+    int64_t bytes = CopyShare(p.peers.expert_idx[r] + rank * slots, p.expert_idx, slots);
+    bytes += CopyShare(p.peers.expert_weight[r] + rank * slots, p.expert_weight, slots);
+    if (r != rank) CountTraffic<&PeerTraffic::routing_sent>(p.trace, bytes);
   }
   ptx::FenceSystem();
   __syncthreads();
@@ -55,6 +61,7 @@ __device__ inline void ShareInputs(const ShareParams& p) {
   ptx::FenceSystem();
   const bool is_rank = lane < p.dims.R;
   if (is_rank) ptx::StoreReleaseSystem(p.peers.inputs_done[lane] + rank, p.peers.epoch);
+  if (is_rank && lane != rank) CountTraffic<&PeerTraffic::flags_sent>(p.trace, sizeof(uint32_t));
   const WaitSite site = {Phase::kPeerInputs, lane, -1, static_cast<int32_t>(blockIdx.x)};
   const auto poll = [&] { return ptx::LoadAcquireSystem(p.peers.inputs_done[rank] + lane); };
   BoundedWait(is_rank, poll, p.peers.epoch, /*pause_ns=*/100, p.wait, site);

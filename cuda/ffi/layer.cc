@@ -63,16 +63,17 @@ bool IsBlockCount(int64_t num_blocks, int64_t experts) {
 }
 
 // The trace is an extra last result, int32 [1 + records, 4], which most calls do not ask for.
-ffi::ErrorOr<TraceBuffer> ReadTrace(ffi::RemainingRets& results, size_t i) {
+ffi::ErrorOr<TraceBuffer> ReadTrace(ffi::RemainingRets& results, size_t i, int num_ranks) {
   if (results.size() <= i) return TraceBuffer{};
   const auto result = results.get<ffi::Buffer<ffi::S32, 2>>(i);
   if (result.has_error()) return result.error();
   const auto sizes = (*result)->dimensions();
-  if (sizes[0] < 1 || sizes[1] * sizeof(int32_t) != sizeof(TraceRecord)) {
-    return Invalid("a trace has at least one row, of 4 numbers");
+  const int64_t others = num_ranks > 1 ? 1 + kTrafficRecords : 1;
+  if (sizes[0] < others || sizes[1] * sizeof(int32_t) != sizeof(TraceRecord)) {
+    return Invalid("a trace has at least " + std::to_string(others) + " rows, of 4 numbers");
   }
   return TraceBuffer{static_cast<TraceRecord*>((*result)->untyped_data()),
-                     static_cast<uint32_t>(sizes[0] - 1)};
+                     static_cast<uint32_t>(sizes[0] - others)};
 }
 
 }  // namespace
@@ -167,7 +168,7 @@ ffi::Error ReadLayerResults(ffi::RemainingRets& results, int first_plan, size_t 
                             LayerCall* call) {
   const ffi::ErrorOr<PlanArrays> arrays = ReadPlanArrays(call->plan, results, first_plan);
   if (arrays.has_error()) return arrays.error();
-  const ffi::ErrorOr<TraceBuffer> buffer = ReadTrace(results, trace);
+  const ffi::ErrorOr<TraceBuffer> buffer = ReadTrace(results, trace, call->plan.dims.R);
   if (buffer.has_error()) return buffer.error();
   call->plan_arrays = *arrays;
   call->trace = *buffer;

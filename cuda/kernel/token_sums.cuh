@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "comm/traffic.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "shared/layer.h"
 
@@ -13,8 +14,9 @@ namespace megamoe {
 template <bool kWithPeers, typename Params>
 struct TokenSums {
   static constexpr bool kHasPeers = kWithPeers;
-  // What a lane stores side by side: 16 bytes of bf16 for their owner. Peers get as many of float32,
-  // or 8 bytes of bf16: either way a warp fills whole lines, and NVLink carries no part of one.
+  // What a lane stores side by side: 16 bytes of bf16 for their owner. Peers get as many of
+  // float32, or 8 bytes of bf16: either way a warp fills whole lines, and NVLink carries no part of
+  // one.
   static constexpr int kSumColumns = kWithPeers ? 4 : kVector;
 
   // The row of a token in an array [T, H] of its rank.
@@ -41,6 +43,15 @@ struct TokenSums {
   static __device__ __forceinline__ uint32_t* SumsDone(const Params& p, int token) {
     const int source = token / p.dims.T;
     return p.peers.sums_done[source] + RowAt(p, source, token);
+  }
+
+  // Counts bytes that cross ranks for a token, unless it is one of this rank.
+  template <unsigned long long PeerTraffic::* kCount>
+  static __device__ __forceinline__ void Count(const Params& p, int token, int bytes) {
+    if constexpr (kWithPeers) {
+      if (p.trace.records == nullptr || token / p.dims.T == p.wait.rank) return;
+      CountTraffic<kCount>(p.trace, bytes);
+    }
   }
 
  private:

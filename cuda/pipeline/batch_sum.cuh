@@ -82,8 +82,7 @@ struct BatchSum {
     if constexpr (kColumns == 4) {
       return uint2{first, second};
     } else {
-      return uint4{first, second, ptx::PackBf16(v[i][4], v[i][5]),
-                   ptx::PackBf16(v[i][6], v[i][7])};
+      return uint4{first, second, ptx::PackBf16(v[i][4], v[i][5]), ptx::PackBf16(v[i][6], v[i][7])};
     }
   }
 };

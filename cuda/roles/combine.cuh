@@ -184,6 +184,8 @@ class CombineRole {
       batch.shape = {to_ + vector * Steps::SumVectors(p_), static_cast<int16_t>(columns),
                      static_cast<uint16_t>(row_bytes_), column_ + columns == p_.H ? token_ : -1};
       ptx::BarrierArriveExpect(barrier, num_routes_ * columns * 2);
+      const int bytes = columns * 2 * Steps::SumVectors(p_);
+      Steps::template Count<&PeerTraffic::sums_sent>(p_, token_, bytes);
     }
     if (row_ >= 0) {
       batch.routes[place_] = route_;
@@ -261,6 +263,7 @@ class CombineRole {
     // No peer takes what a failed call has summed: it waits until it gives up.
     if (lane_ < num_summed_ && !HasFailed(p_.wait)) {
       ptx::StoreReleaseSystem(Steps::SumsDone(p_, summed_token_), p_.peers.epoch);
+      Steps::template Count<&PeerTraffic::flags_sent>(p_, summed_token_, sizeof(uint32_t));
     }
     num_summed_ = 0;
   }

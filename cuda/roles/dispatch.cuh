@@ -178,6 +178,7 @@ class DispatchRole {
       const int token = of_choices ? slot % p_.dims.T : slot / p_.dims.K;
       const uint4* from = Steps::DispatchFrom(p_, i, token);
       uint4* const pool = Steps::DispatchTo(p_, i);
+      Steps::template Count<&PeerTraffic::inputs_read>(p_, token, p_.H * 2);
       for (int column = 0; column < p_.H; column += kPieceColumns) {
         const int columns = min(kPieceColumns, p_.H - column);
         const bool is_last = i + 1 == Steps::kDispatched && column + columns == p_.H;

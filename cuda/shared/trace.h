@@ -1,7 +1,10 @@
-// The record of when each piece of a kernel's work ran, for a picture of its timeline.
+// What a call that is asked for a trace records: when each piece of a kernel's work ran, for a
+// picture of its timeline, and what its rank moved over NVLink.
 #pragma once
 
 #include <cstdint>
+
+#include "shared/problem.h"
 
 namespace megamoe {
 
@@ -14,12 +17,28 @@ struct alignas(16) TraceRecord {
 };
 constexpr uint32_t kTraceWait = 16;
 
-// In device memory: records[0].start_ns counts the records behind it; zero before the first launch.
-// Written with atomics by whoever finishes a piece, read by the host after the kernel. What does
-// not fit is counted and dropped.
-struct TraceBuffer {
-  TraceRecord* records;  // [1 + capacity]; null: nothing is recorded
-  uint32_t capacity;
+// Bytes of a call's payload that crossed to or from other ranks, counted where they are moved. Of
+// the type that atomicAdd takes.
+struct alignas(16) PeerTraffic {
+  unsigned long long inputs_read;   // rows of x and dy
+  unsigned long long sums_sent;     // rows of PeerArrays::sums
+  unsigned long long dw_sent;       // PeerArrays::dw
+  unsigned long long routing_sent;  // expert_idx and expert_weight
+  unsigned long long flags_sent;    // inputs_done and sums_done
 };
+
+// In device memory: records[0].start_ns counts the records behind it; it and the traffic are zero
+// before the first launch. Written with atomics by whoever finishes a piece, read by the host after
+// the kernel. Records that do not fit are counted and dropped.
+struct TraceBuffer {
+  TraceRecord* records;  // [1 + capacity], with several ranks then PeerTraffic; null: no trace
+  uint32_t capacity;
+
+  MEGAMOE_HOST_DEVICE PeerTraffic* traffic() const {
+    return reinterpret_cast<PeerTraffic*>(records + 1 + capacity);
+  }
+};
+// The rows of a trace that it takes.
+constexpr uint32_t kTrafficRecords = sizeof(PeerTraffic) / sizeof(TraceRecord);
 
 }  // namespace megamoe

@@ -150,6 +150,13 @@ def test_the_program_over_ranks(
     ]
     for record in written["records"]:
         assert ("error" in record) == (record["impl"] == tokamax)
+        over_nvlink = record["impl"] == ours and record["ep"] == 2
+        assert ("nvlink_bytes" in record) == over_nvlink
+        if over_nvlink:
+            found = record["nvlink_bytes"]
+            assert found["counted"] is None and len(found["model"]) == 2
+            of_both = record["pass"] == "forward_backward"
+            assert found["model"][0]["routing_sent"] == 96 * 2 * 8 * (1 + of_both)
         of_torch = record["impl"] == torch
         assert record["process_model"] == ("process_per_gpu" if of_torch else "single_process")
         assert record["tokens"] == 96 and record["weights_dtype"] == "bf16"

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_megamoe import _ffi, mega_moe, memory, memory_plan
@@ -108,14 +109,20 @@ def test_report_of_a_known_shape() -> None:
     assert report.total_bytes == sum(parts) + report.operands_bytes + report.y_bytes
 
 
-@pytest.mark.parametrize(("hidden", "pages"), [(2048, 195), (4096, 387)])
-def test_what_ranks_share_of_a_known_shape(hidden: int, pages: int) -> None:
-    """docs/protocol.md: two rows of bf16 and R sums of float32 for each token, and little else."""
-    sizes = {"T": 16384, "K": 8, "E": 128, "H": hidden, "I": 768}
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "pages"),
+    [("float32", 2048, 195), ("float32", 4096, 387), ("bfloat16", 2048, 131)],
+)
+def test_what_ranks_share_of_a_known_shape(dtype: str, hidden: int, pages: int) -> None:
+    """docs/protocol.md: two rows of bf16 and R sums for each token, and little else."""
+    sizes = {"T": 16384, "K": 8, "E": 128, "H": hidden, "I": 768, "combine_dtype": dtype}
     report = memory_plan(**sizes, R=2)
     assert report.peer_bytes == pages * (2 << 20)
-    assert 0 < report.peer_bytes - 16384 * hidden * (2 + 2 + 2 * 4) < 7_000_000
+    sums = 2 * np.dtype(dtype).itemsize
+    assert 0 < report.peer_bytes - 16384 * hidden * (2 + 2 + sums) < 7_000_000
     assert memory_plan(**sizes).peer_bytes == 0
+    with pytest.raises(ValueError, match="^combine_dtype: was 'fp8'; it may be one of 'float32'"):
+        memory_plan(**{**sizes, "combine_dtype": "fp8"})
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

@@ -298,6 +298,27 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
         r"True \(bool\)",
         "one of 'none', 'gate_up'",
     ),
+    "combine_dtype unknown": (
+        {"combine_dtype": "bf16"},
+        ValueError,
+        "combine_dtype",
+        "'bf16'",
+        "one of 'float32', 'bfloat16'",
+    ),
+    "combine_dtype a dtype": (
+        {"combine_dtype": jnp.bfloat16},
+        TypeError,
+        "combine_dtype",
+        "bfloat16",
+        "one of 'float32', 'bfloat16'",
+    ),
+    "bfloat16 sums of float32": (
+        {"combine_dtype": "bfloat16", "precision": "float32"},
+        ValueError,
+        "combine_dtype",
+        "'bfloat16' with precision='float32'",
+        "'float32' there, .* 'bfloat16' goes with precision='bf16'",
+    ),
     "float32 on the kernels": (
         {**sizes(H=64, I=64), "backend": "cuda", "precision": "float32"},
         ValueError,

@@ -32,7 +32,8 @@ struct Header {
 
 struct CallHeader {
   int32_t is_backward, num_steps, num_items, num_waves, float_gradients, keep_gate_up;
-  int32_t num_launches, unused;
+  int32_t num_launches;
+  int32_t trace_records;  // rows of the trace, the last result; 0: none
   int64_t launches[8];
 };
 
@@ -114,6 +115,14 @@ LayerCall ReadLayer(FILE* file, const Header& h, const CallHeader& c, int rank, 
   return call;
 }
 
+// A call that is traced gets it behind its other results.
+megamoe::TraceBuffer Trace(const Header& h, const CallHeader& c, Results* out) {
+  if (c.trace_records == 0) return {};
+  void* records = out->Add(int64_t{c.trace_records} * sizeof(megamoe::TraceRecord));
+  const uint32_t others = h.R > 1 ? 1 + megamoe::kTrafficRecords : 1;
+  return {static_cast<megamoe::TraceRecord*>(records), c.trace_records - others};
+}
+
 constexpr int64_t kBf16Bytes = 2;
 
 void* ReadBf16(FILE* file, int64_t count) { return Read<uint16_t>(file, count); }
@@ -135,6 +144,7 @@ megamoe::ForwardCall Forward(FILE* file, const Header& h, const CallHeader& c,
   call.h = Pool(h, h.I);
   if (c.keep_gate_up != 0) call.gate_up = out->Add(int64_t{h.pool_rows} * 2 * h.I * kBf16Bytes);
   call.counters = static_cast<uint32_t*>(Allocate(megamoe::NumForwardCounters(h.pool_rows) * 4));
+  call.trace = Trace(h, c, out);
   return call;
 }
 
@@ -162,6 +172,7 @@ megamoe::BackwardCall Backward(FILE* file, const Header& h, const CallHeader& c,
   call.dw_partial = static_cast<float*>(Allocate(h.pool_rows * tiles_n * sizeof(float)));
   call.counters =
       static_cast<uint32_t*>(Allocate(megamoe::NumBackwardCounters(h.pool_rows, h.E / h.R) * 4));
+  call.trace = Trace(h, c, out);
   return call;
 }
 
