@@ -1,5 +1,6 @@
 // Pieces of rows on their way through shared memory, by bulk copies: some coming in, the others
-// going out, so that several are under way at any time. One thread does it all.
+// going out, so that several are under way at any time. One thread does it all, or a whole warp,
+// whose lanes store and publish beside each other.
 #pragma once
 
 #include "pipeline/delay.cuh"
@@ -12,7 +13,7 @@ namespace megamoe {
 
 // Calls store(end, address of the piece) when a piece is there, which issues its stores, and
 // publish(end) when those are in memory, in the order of the pieces.
-template <typename Store, typename Publish>
+template <typename Store, typename Publish, bool kWholeWarp = false>
 class PieceRing {
  public:
   __device__ __forceinline__ PieceRing(SharedMemory& shared, int comm_warp, Store store,
@@ -30,11 +31,14 @@ class PieceRing {
     if (num_loaded_ - num_stored_ == kLoading) StoreOldest();
     // The piece's last store has read it when all but the kStoring - 1 latest have.
     ptx::StoreWaitRead<static_cast<int>(kStoring) - 1>();
-    const uint32_t piece = num_loaded_ % kNumPieces;
-    const uint32_t barrier = piece_full_ + piece * sizeof(uint64_t);
-    ends_[num_loaded_ % kPieceEnds] = end;
-    ptx::BarrierArriveExpect(barrier, bytes);
-    ptx::BulkLoad(pieces_ + piece * kPieceBytes, from, bytes, barrier);
+    if constexpr (kWholeWarp) __syncwarp();
+    if (!kWholeWarp || threadIdx.x % kWarpThreads == 0) {
+      const uint32_t piece = num_loaded_ % kNumPieces;
+      const uint32_t barrier = piece_full_ + piece * sizeof(uint64_t);
+      ends_[num_loaded_ % kPieceEnds] = end;
+      ptx::BarrierArriveExpect(barrier, bytes);
+      ptx::BulkLoad(pieces_ + piece * kPieceBytes, from, bytes, barrier);
+    }
     ++num_loaded_;
   }
 
@@ -56,6 +60,7 @@ class PieceRing {
     const uint32_t piece = num_stored_ % kNumPieces;
     const uint32_t barrier = piece_full_ + piece * sizeof(uint64_t);
     ptx::BarrierWait(barrier, num_stored_ / kNumPieces % 2);
+    if constexpr (kWholeWarp) __syncwarp();  // the first lane has written its end
     Delay(DelaySite::kDispatch, num_stored_);
     store_(ends_[num_stored_ % kPieceEnds], pieces_ + piece * kPieceBytes);
     ptx::StoreCommit();
