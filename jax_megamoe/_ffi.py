@@ -283,13 +283,14 @@ def _attributes(dims: Dims, config: MegaMoEConfig, axis_name: AxisName) -> dict[
     attributes["precision"] = config.precision
     attributes["activation"] = config.activation
     if dims.R > 1:
+        attributes["combine_dtype"] = config.combine_dtype
         attributes["configuration"] = _configuration(dims, config)
     return attributes
 
 
 def _configuration(dims: Dims, config: MegaMoEConfig) -> np.int64:
     """What the ranks of a group must agree on, in 64 bits: those of both passes of a layer."""
-    agreed = (*dataclasses.astuple(dims), config.precision, config.activation)
+    agreed = (*dataclasses.astuple(dims), config.precision, config.activation, config.combine_dtype)
     digest = hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest()
     return np.int64(int.from_bytes(digest, "little", signed=True))
 

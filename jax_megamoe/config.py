@@ -13,6 +13,7 @@ PRECISIONS = ("bf16", "float32")
 ACTIVATIONS = ("swiglu",)
 BACKENDS = ("auto", "cuda", "reference")
 SAVES = ("none", "gate_up")
+COMBINE_DTYPES = ("float32", "bfloat16")
 RANK_COUNTS = (1, 2, 4, 8)
 BLOCK_COUNTS = (8, 4, 2, 1)
 # Pool rows of an expert start at a multiple of this and are padded to the next one.
@@ -43,6 +44,13 @@ class MegaMoEConfig:
         u = x Wu are computed again. "gate_up": both, [P, 2I] of each rank, bf16 as the backward
         rounds them, so that gradients are the same bits (float32 with precision="float32"). Under
         `jax.checkpoint` it is kept where the policy saves the name `ops.GATE_UP_NAME`.
+      combine_dtype: in what each rank sends its experts' sum of a token, in y and in dx. "float32":
+        as it is, so that no result depends on R. "bfloat16": rounded, half the bytes over NVLink;
+        the same bits in every run, but others for each R. Where s_r is the sum of rank r, that
+        changes sum_r s_r, before its own rounding, by at most 2^-8 sum_r |s_r|: by half a unit of
+        the last place of the result where all s_r have one sign, by more than the whole result
+        where they cancel; by nothing where one rank has all routes of the token. All other
+        gradients stay as they are, and nothing changes for R = 1.
       trainable_experts: False does no weight-gradient work; the three weights get zero gradients.
       return_counts: True also returns the number of rows of each local expert, int32 [E/R].
       debug_checks: True raises at run time for an expert id that is neither -1 nor in [0, E).
@@ -52,6 +60,7 @@ class MegaMoEConfig:
     activation: str = "swiglu"
     backend: str = "auto"
     save: str = "none"
+    combine_dtype: str = "float32"
     trainable_experts: bool = True
     return_counts: bool = False
     debug_checks: bool = False

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe.config import INT32_MAX, KERNEL_MULTIPLE, TILE_ROWS, Dims
+from jax_megamoe.config import COMBINE_DTYPES, INT32_MAX, KERNEL_MULTIPLE, TILE_ROWS, Dims
 from jax_megamoe.plan import (
     DGRAD_DOWN_COLS,
     Plan,
@@ -25,7 +25,7 @@ from jax_megamoe.plan import (
     plan_shapes,
     plan_sizes,
 )
-from jax_megamoe.validation import check_size
+from jax_megamoe.validation import check_choice, check_size
 
 INT64_MAX = 2**63 - 1
 # The share of a device that JAX takes: its older name, and the newer one, of which one may be set.
@@ -90,26 +90,32 @@ class MemoryPlan:
         return self.operands_bytes + self.y_bytes + self.workspace_bytes
 
 
-def memory_plan(*, T: int, K: int, E: int, H: int, I: int, R: int = 1) -> MemoryPlan:
+def memory_plan(
+    *, T: int, K: int, E: int, H: int, I: int, R: int = 1, combine_dtype: str = "float32"
+) -> MemoryPlan:
     """The device memory of one forward call with backend="cuda", for any routing.
 
     Args:
       T: tokens of a rank. K: choices of a token. E: experts of all ranks. H: hidden size.
-      I: intermediate size of an expert. R: ranks.
+      I: intermediate size of an expert. R: ranks. combine_dtype: as in `MegaMoEConfig`.
 
     Raises:
-      TypeError: a size that is no integer.
-      ValueError: a size outside the kernels' limits, or more bytes than 64 bits hold, naming it.
+      TypeError: a size that is no integer, a dtype that is no string.
+      ValueError: a size outside the kernels' limits, more bytes than 64 bits hold, or another
+        dtype, naming it.
     """
     sizes = {"T": T, "K": K, "E": E, "R": R, "H": H, "I": I}
     for name, size in sizes.items():
         multiple = KERNEL_MULTIPLE if name in ("H", "I") else 1
         check_size(name, size, INT32_MAX, least=0 if name == "T" else 1, multiple=multiple)
+    check_choice("combine_dtype", combine_dtype, COMBINE_DTYPES)
     dims = Dims(**{name: int(size) for name, size in sizes.items()})
-    return _memory_plan(dims)
+    return _memory_plan(dims, combine_dtype=combine_dtype)
 
 
-def _memory_plan(dims: Dims, keep_gate_up: bool = False) -> MemoryPlan:
+def _memory_plan(
+    dims: Dims, keep_gate_up: bool = False, combine_dtype: str = "float32"
+) -> MemoryPlan:
     y, *plan, pool, h, counters = forward_results(dims)
     memory = MemoryPlan(
         operands_bytes=_sum_bytes(forward_operands(dims)),
@@ -119,7 +125,7 @@ def _memory_plan(dims: Dims, keep_gate_up: bool = False) -> MemoryPlan:
         h_bytes=h.num_bytes,
         counters_bytes=counters.num_bytes,
         gate_up_bytes=gate_up_array(dims).num_bytes,
-        peer_bytes=_up_to(PAGE_BYTES, peer_array_bytes(dims)) if dims.R > 1 else 0,
+        peer_bytes=_peer_bytes(dims, combine_dtype),
     )
     arrays = forward_operands(dims) + forward_results(dims, keep_gate_up)
     _check_countable("forward", dims, arrays)
@@ -163,7 +169,11 @@ def gate_up_array(dims: Dims) -> ArraySize:
     return ArraySize("gate_up", (dims.pool_rows, 2 * dims.I), _BF16)
 
 
-def peer_array_bytes(dims: Dims) -> int:
+def _peer_bytes(dims: Dims, combine_dtype: str) -> int:
+    return _up_to(PAGE_BYTES, peer_array_bytes(dims, combine_dtype)) if dims.R > 1 else 0
+
+
+def peer_array_bytes(dims: Dims, combine_dtype: str) -> int:
     """The bytes that a rank asks for to share with its peers, as cuda/host/peer_arrays.cc."""
     R, T, K, H = dims.R, dims.T, dims.K, dims.H
     arrays = [
@@ -176,7 +186,7 @@ def peer_array_bytes(dims: Dims) -> int:
         ArraySize("dw", (T, K), _F32),
         ArraySize("x", (T, H), _BF16),
         ArraySize("dy", (T, H), _BF16),
-        ArraySize("sums", (R, T, H), _F32),
+        ArraySize("sums", (R, T, H), np.dtype(combine_dtype)),
     ]
     return sum(_up_to(PEER_ALIGNMENT, array.num_bytes) for array in arrays)
 

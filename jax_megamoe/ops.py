@@ -33,6 +33,7 @@ def mega_moe(
     activation: str = "swiglu",
     backend: str = "auto",
     save: str = "none",
+    combine_dtype: str = "float32",
     trainable_experts: bool = True,
     return_counts: bool = False,
     debug_checks: bool = False,
@@ -52,8 +53,8 @@ def mega_moe(
       w_down: [E/R, I, H], of w_gate's dtype.
       axis_name: the mesh axis over which the experts are split, R = its size, one of 1, 2, 4, 8;
         None: all experts are here. Rank r holds the experts [r E/R, (r + 1) E/R).
-      precision, activation, backend, save, trainable_experts, return_counts, debug_checks: see
-        `MegaMoEConfig`.
+      precision, activation, backend, save, combine_dtype, trainable_experts, return_counts,
+        debug_checks: see `MegaMoEConfig`.
 
     Returns:
       y [..., H] in the dtype of x; with return_counts also the number of rows of each of this
@@ -69,6 +70,7 @@ def mega_moe(
         activation=activation,
         backend=backend,
         save=save,
+        combine_dtype=combine_dtype,
         trainable_experts=trainable_experts,
         return_counts=return_counts,
         debug_checks=debug_checks,

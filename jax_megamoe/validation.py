@@ -14,6 +14,7 @@ import numpy as np
 from jax_megamoe.config import (
     ACTIVATIONS,
     BACKENDS,
+    COMBINE_DTYPES,
     INT32_MAX,
     KERNEL_MULTIPLE,
     MAX_CHOICES,
@@ -59,6 +60,13 @@ def check_flag(name: str, value: Any) -> None:
         refuse(TypeError, name, f"{value!r} ({type(value).__name__})", "True or False, static")
 
 
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if not isinstance(value, str):
+        refuse(TypeError, name, f"{value!r} ({type(value).__name__})", _one_of(choices))
+    if value not in choices:
+        refuse(ValueError, name, repr(value), _one_of(choices))
+
+
 def check_size(name: str, value: Any, most: int, *, least: int = 1, multiple: int = 1) -> None:
     allowed = f"in {least}..{most}"
     if multiple > 1:
@@ -88,12 +96,9 @@ def check_config(config: MegaMoEConfig) -> None:
         ("activation", ACTIVATIONS),
         ("backend", BACKENDS),
         ("save", SAVES),
+        ("combine_dtype", COMBINE_DTYPES),
     ):
-        value = getattr(config, name)
-        if not isinstance(value, str):
-            refuse(TypeError, name, f"{value!r} ({type(value).__name__})", _one_of(choices))
-        if value not in choices:
-            refuse(ValueError, name, repr(value), _one_of(choices))
+        check_choice(name, getattr(config, name), choices)
     for name in ("trainable_experts", "return_counts", "debug_checks"):
         check_flag(name, getattr(config, name))
     if config.backend == "cuda" and config.precision == "float32":
@@ -102,6 +107,13 @@ def check_config(config: MegaMoEConfig) -> None:
             "precision",
             "'float32' with backend='cuda'",
             "'bf16' there; 'float32' exists with backend='reference' only",
+        )
+    if config.combine_dtype == "bfloat16" and config.precision == "float32":
+        refuse(
+            ValueError,
+            "combine_dtype",
+            "'bfloat16' with precision='float32'",
+            "'float32' there, where nothing is rounded; 'bfloat16' goes with precision='bf16'",
         )
 
 

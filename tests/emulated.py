@@ -285,6 +285,7 @@ def _run(
     seed: int = 0,
     failed_ranks: Sequence[int] = (),
     deadline_rounds: int = 0,
+    combine_dtype: str = "float32",
 ) -> tuple[list[list[np.ndarray]], list[int]]:
     """What `run` and `failed_ranks` return.
 
@@ -293,11 +294,13 @@ def _run(
       seed: of the order in which everything happens.
       failed_ranks: their waits give up soon in every call, as after the first one that did.
       deadline_rounds: after which a wait gives up, in turns of the machine; 0: never.
+      combine_dtype: as in `MegaMoEConfig`.
     """
     dims = _dims_of(calls[0].batch, ranks)
     header = [len(calls), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
     header += [dims.pool_rows, multiprocessors, seed, _fault]
-    header += [sum(1 << rank for rank in failed_ranks), deadline_rounds, peer_array_bytes(dims)]
+    header += [sum(1 << rank for rank in failed_ranks), deadline_rounds]
+    header += [peer_array_bytes(dims, combine_dtype), combine_dtype == "bfloat16"]
     arrays: list[np.ndarray] = [np.array(header, np.int32)]
     results = []
     for call in calls:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <string_view>
 
 #include "ffi/arguments.h"
 #include "ffi/common.h"
@@ -43,6 +44,16 @@ ffi::Error CheckLaunches(const char* pass, int64_t pass_parts, ffi::Span<const i
     }
   }
   return ffi::Error::Success();
+}
+
+// Of a call over several ranks: whether their sums are rounded to bf16.
+ffi::ErrorOr<bool> ReadBf16Sums(const ffi::Dictionary& attributes) {
+  const auto dtype = attributes.get<std::string_view>("combine_dtype");
+  if (dtype.has_error()) return dtype.error();
+  if (*dtype == "bfloat16") return true;
+  if (*dtype == "float32") return false;
+  return Invalid("attribute combine_dtype is " + std::string(*dtype) +
+                 "; it may be float32 or bfloat16");
 }
 
 // B is computed in jax_megamoe/config.py; the kernel walks a tree of at most 8 blocks.
@@ -115,6 +126,11 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
   call.expert_weight = operands.expert_weight.typed_data();
   call.launches = launches->begin();
   call.num_launches = static_cast<int64_t>(launches->size());
+  if (num_ranks > 1) {
+    const auto bf16_sums = ReadBf16Sums(attributes);
+    if (bf16_sums.has_error()) return bf16_sums.error();
+    call.bf16_sums = *bf16_sums;
+  }
   return call;
 }
 
@@ -126,14 +142,17 @@ ffi::ErrorOr<int64_t> ReadPeerBytes(const ffi::Dictionary& attributes) {
     if (number.has_error()) return number.error();
     v[i] = static_cast<int>(*number);
   }
-  return PeerArrayBytes({v[0], v[1], v[2], v[3]}, v[4]);
+  const auto bf16_sums = ReadBf16Sums(attributes);
+  if (bf16_sums.has_error()) return bf16_sums.error();
+  return PeerArrayBytes({v[0], v[1], v[2], v[3]}, v[4], *bf16_sums);
 }
 
 void SetPeers(int32_t device, int64_t deadline_ns, const GroupCall* group, LayerCall* call) {
   const int rank = group == nullptr ? 0 : group->peers.rank;
   call->wait = NextCall(device, rank, static_cast<uint64_t>(deadline_ns));
   call->plan.rank = rank;
-  if (group != nullptr) call->peers = PeerArraysOf(group->peers, call->plan.dims, call->H);
+  if (group == nullptr) return;
+  call->peers = PeerArraysOf(group->peers, call->plan.dims, call->H, call->bf16_sums);
 }
 
 ffi::ErrorOr<int64_t> ReadDeadline(const ffi::Dictionary& attributes) {

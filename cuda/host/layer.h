@@ -22,6 +22,7 @@ struct LayerCall {
   const int32_t* expert_idx;   // [T, K]
   const float* expert_weight;  // [T, K]
   PeerArrays peers;            // with more than one rank
+  bool bf16_sums;              // of PeerArrays
   uint32_t* counters;          // see TileCounters
   const int64_t* launches;     // the parts (shared/part.h) of each
   int64_t num_launches;

@@ -42,6 +42,9 @@ class FinishRole {
  private:
   static constexpr int kColumns = 4;  // of a lane at a time
   static constexpr int kStride = kWarpThreads * kColumns;
+  // What a lane loads of a rank's sums.
+  using F32Sums = float4;
+  using Bf16Sums = uint2;
 
   __device__ __forceinline__ void FinishToken(int token) {
     const TraceScope trace(p_.trace, kFinish, lane_ == 0);
@@ -55,14 +58,10 @@ class FinishRole {
     }
     WaitForSums(ranks, token);
     Delay(DelaySite::kCombine, token);
-    const int64_t row = int64_t{token} * p_.H;
-    const float* sums = p_.peers.sums[rank_] + row + lane_ * kColumns;
-    uint2* const to = reinterpret_cast<uint2*>(Steps::Sums(p_)) + row / kColumns + lane_;
-#pragma unroll 1
-    for (int column = 0; column < p_.H; column += kStride) {
-      if (column + lane_ * kColumns >= p_.H) break;
-      const float4 sum = SumOfRanks(sums + column, ranks);
-      to[column / kColumns] = {ptx::PackBf16(sum.x, sum.y), ptx::PackBf16(sum.z, sum.w)};
+    if (p_.peers.bf16_sums) {
+      AddUp<Bf16Sums>(token, ranks);
+    } else {
+      AddUp<F32Sums>(token, ranks);
     }
     if (lane_ < p_.dims.K) Steps::TakeRoute(p_, token * p_.dims.K + lane_, is_route);
     __syncwarp();
@@ -79,15 +78,28 @@ class FinishRole {
     __syncwarp();
   }
 
+  // The sums of a token.
+  template <typename Sums>
+  __device__ __forceinline__ void AddUp(int token, unsigned ranks) const {
+    const int64_t at = int64_t{token} * (p_.H / kColumns) + lane_;
+    const Sums* const from = static_cast<const Sums*>(p_.peers.sums[rank_]) + at;
+    uint2* const to = reinterpret_cast<uint2*>(Steps::Sums(p_)) + at;
+#pragma unroll 1
+    for (int column = 0; column < p_.H; column += kStride) {
+      if (column + lane_ * kColumns >= p_.H) break;
+      const float4 sum = SumOfRanks(from + column / kColumns, ranks);
+      to[column / kColumns] = {ptx::PackBf16(sum.x, sum.y), ptx::PackBf16(sum.z, sum.w)};
+    }
+  }
+
   // By the balanced tree over the ranks.
-  __device__ __forceinline__ float4 SumOfRanks(const float* sums, unsigned ranks) const {
+  template <typename Sums>
+  __device__ __forceinline__ float4 SumOfRanks(const Sums* sums, unsigned ranks) const {
     float4 v[kMaxRanks];
 #pragma unroll
     for (int r = 0; r < kMaxRanks; ++r) {
       v[r] = {0, 0, 0, 0};
-      if (ranks >> r & 1) {
-        v[r] = *reinterpret_cast<const float4*>(sums + int64_t{r} * p_.dims.T * p_.H);
-      }
+      if (ranks >> r & 1) v[r] = Floats(sums[int64_t{r} * p_.dims.T * (p_.H / kColumns)]);
     }
 #pragma unroll
     for (int width = 1; width < kMaxRanks; width *= 2) {
@@ -96,6 +108,11 @@ class FinishRole {
       for (int r = 0; r < kMaxRanks; r += 2 * width) v[r] = Sum(v[r], v[r + width]);
     }
     return v[0];
+  }
+  static __device__ __forceinline__ float4 Floats(F32Sums sums) { return sums; }
+  static __device__ __forceinline__ float4 Floats(Bf16Sums sums) {
+    return {ptx::LowBf16(sums.x), ptx::HighBf16(sums.x), ptx::LowBf16(sums.y),
+            ptx::HighBf16(sums.y)};
   }
   static __device__ __forceinline__ float4 Sum(float4 a, float4 b) {
     return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};

@@ -27,6 +27,7 @@ struct Header {
   int32_t failed_ranks;     // a bit for each: its waits give up soon, in all calls
   int32_t deadline_rounds;  // of a wait; 0: none
   int32_t peer_bytes;       // as jax_megamoe/memory.py has them
+  int32_t bf16_sums;
 };
 
 struct CallHeader {
@@ -297,7 +298,7 @@ void Spoil(const Header& h, int rank, const megamoe::PeerArrays& a) {
   spoil(a.dy[rank], elements * kBf16Bytes);
   spoil(a.expert_idx[rank], h.R * slots * sizeof(int32_t));
   spoil(a.expert_weight[rank], h.R * slots * sizeof(float));
-  spoil(a.sums[rank], h.R * elements * sizeof(float));
+  spoil(a.sums[rank], h.R * elements * (h.bf16_sums != 0 ? kBf16Bytes : sizeof(float)));
   spoil(a.dw[rank], slots * sizeof(float));
 }
 
@@ -307,7 +308,7 @@ void Enqueue(FILE* file, const Header& h, const CallHeader& c, const megamoe::Pe
   current_rank = peers.rank;
   const megamoe::RoutingDims dims = {h.T, h.K, h.E, h.R};
   LayerCall layer = ReadLayer(file, h, c, peers.rank, peers.epoch);
-  layer.peers = megamoe::PeerArraysOf(peers, dims, h.H);
+  layer.peers = megamoe::PeerArraysOf(peers, dims, h.H, h.bf16_sums != 0);
   if ((h.failed_ranks >> peers.rank & 1) != 0) {
     const auto fail = [peers] { waits[peers.rank].failed_epoch = peers.epoch; };
     streams[current_rank].push_back({fail, 0});
@@ -324,7 +325,7 @@ void Enqueue(FILE* file, const Header& h, const CallHeader& c, const megamoe::Pe
 void RunRanks(FILE* file, const Header& h, Results* out) {
   waits.resize(h.R);
   megamoe::Peers peers = {};
-  peers.bytes = megamoe::PeerArrayBytes({h.T, h.K, h.E, h.R}, h.H);
+  peers.bytes = megamoe::PeerArrayBytes({h.T, h.K, h.E, h.R}, h.H, h.bf16_sums != 0);
   if (peers.bytes != h.peer_bytes) emulator::Fail("jax_megamoe/memory.py has other bytes");
   peers.num_ranks = h.R;
   for (int r = 0; r < h.R; ++r) {

@@ -89,6 +89,11 @@ inline uint4 LoadShared(uint32_t address) {
   std::memcpy(&v, emulator::SharedAt(emulator::self->block, address), sizeof(v));
   return v;
 }
+inline uint2 LoadShared8(uint32_t address) {
+  uint2 v;
+  std::memcpy(&v, emulator::SharedAt(emulator::self->block, address), sizeof(v));
+  return v;
+}
 inline void StoreShared(uint32_t address, uint4 v) {
   std::memcpy(emulator::SharedAt(emulator::self->block, address), &v, sizeof(v));
 }
