@@ -2,14 +2,11 @@
 // launched.
 #pragma once
 
-#include <type_traits>
-
 #include "pipeline/delay.cuh"
 #include "pipeline/mutation.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "roles/combine.cuh"
 #include "roles/dispatch.cuh"
-#include "roles/dispatch_tokens.cuh"
 #include "roles/finish.cuh"
 #include "roles/load.cuh"
 #include "roles/multiply.cuh"
@@ -26,9 +23,6 @@ struct Skeleton {
 
   static_assert(Steps::kServiceRegisters + kNumConsumers * Steps::kMultiplyRegisters <= 504,
                 "65536 registers over three warpgroups, in steps of 8");
-
-  using Dispatch =
-      std::conditional_t<Steps::kHasPeers, DispatchTokensRole<Steps>, DispatchRole<Steps>>;
 
   // Warps of the first warpgroup; the other two multiply.
   enum ServiceWarp { kLoadWarp, kStoreWarp, kFirstCommWarp };
@@ -66,7 +60,7 @@ struct Skeleton {
     } else {
       const int comm_warp = warp - kFirstCommWarp;
       if (p.parts & kDispatch) {
-        Dispatch(shared, p, comm_warp).Run();
+        DispatchRole<Steps>(shared, p, comm_warp).Run();
         const int of_grid = blockIdx.x * kCombineWarps + comm_warp;
         const int num_warps = gridDim.x * kCombineWarps;
         if constexpr (!Steps::kHasPeers) {

@@ -1,6 +1,6 @@
 // Pieces of rows on their way through shared memory, by bulk copies: some coming in, the others
-// going out, so that several are under way at any time. One thread does it all, or a whole warp,
-// whose lanes store and publish beside each other.
+// going out, so that several are under way at any time. A warp does it all, with all lanes: each
+// stores and publishes what is its own.
 #pragma once
 
 #include "pipeline/delay.cuh"
@@ -13,7 +13,7 @@ namespace megamoe {
 
 // Calls store(end, address of the piece) when a piece is there, which issues its stores, and
 // publish(end) when those are in memory, in the order of the pieces.
-template <typename Store, typename Publish, bool kWholeWarp = false>
+template <typename Store, typename Publish>
 class PieceRing {
  public:
   __device__ __forceinline__ PieceRing(SharedMemory& shared, int comm_warp, Store store,
@@ -31,8 +31,8 @@ class PieceRing {
     if (num_loaded_ - num_stored_ == kLoading) StoreOldest();
     // The piece's last store has read it when all but the kStoring - 1 latest have.
     ptx::StoreWaitRead<static_cast<int>(kStoring) - 1>();
-    if constexpr (kWholeWarp) __syncwarp();
-    if (!kWholeWarp || threadIdx.x % kWarpThreads == 0) {
+    __syncwarp();
+    if (threadIdx.x % kWarpThreads == 0) {
       const uint32_t piece = num_loaded_ % kNumPieces;
       const uint32_t barrier = piece_full_ + piece * sizeof(uint64_t);
       ends_[num_loaded_ % kPieceEnds] = end;
@@ -60,7 +60,7 @@ class PieceRing {
     const uint32_t piece = num_stored_ % kNumPieces;
     const uint32_t barrier = piece_full_ + piece * sizeof(uint64_t);
     ptx::BarrierWait(barrier, num_stored_ / kNumPieces % 2);
-    if constexpr (kWholeWarp) __syncwarp();  // the first lane has written its end
+    __syncwarp();  // the first lane has written its end
     Delay(DelaySite::kDispatch, num_stored_);
     store_(ends_[num_stored_ % kPieceEnds], pieces_ + piece * kPieceBytes);
     ptx::StoreCommit();
