@@ -29,27 +29,41 @@ class FinishRole {
   __device__ explicit FinishRole(const Params& params)
       : p_(params), rank_(params.wait.rank), lane_(threadIdx.x % kWarpThreads) {}
 
+  // Tokens are claimed and their ids read one ahead: neither latency is waited for.
   __device__ void Run() {
-    for (;;) {
-      int token = 0;
-      if (lane_ == 0) token = static_cast<int>(ptx::FetchIncrement(p_.counters.next_own));
-      token = __shfl_sync(kAllLanes, token, 0);
-      if (token >= p_.dims.T) return;
-      FinishToken(token);
+    int claim = Claim();
+    int token = __shfl_sync(kAllLanes, claim, 0);
+    claim = Claim();
+    int expert = ExpertOf(token);
+    while (token < p_.dims.T) {
+      const int next = __shfl_sync(kAllLanes, claim, 0);
+      claim = Claim();
+      const int next_expert = ExpertOf(next);
+      FinishToken(token, expert);
+      token = next;
+      expert = next_expert;
     }
   }
 
  private:
-  static constexpr int kColumns = 4;  // of a lane at a time
-  static constexpr int kStride = kWarpThreads * kColumns;
   // What a lane loads of a rank's sums.
+  static constexpr int kColumns = 4;
   using F32Sums = float4;
   using Bf16Sums = uint2;
 
-  __device__ __forceinline__ void FinishToken(int token) {
+  // In the first lane.
+  __device__ __forceinline__ int Claim() {
+    return lane_ == 0 ? static_cast<int>(ptx::FetchIncrement(p_.counters.next_own)) : 0;
+  }
+  // Of the lane's route of an own token; those of others lie behind K.
+  __device__ __forceinline__ int ExpertOf(int token) const {
+    if (token >= p_.dims.T) return -1;
+    const int64_t slots = int64_t{rank_ * p_.dims.T + token} * p_.dims.K;
+    return p_.expert_idx[slots + min(lane_, p_.dims.K - 1)];
+  }
+
+  __device__ __forceinline__ void FinishToken(int token, int expert) {
     const TraceScope trace(p_.trace, kFinish, lane_ == 0);
-    const int slot = (rank_ * p_.dims.T + token) * p_.dims.K + min(lane_, p_.dims.K - 1);
-    const int expert = p_.expert_idx[slot];
     const bool is_route = lane_ < p_.dims.K && expert >= 0 && expert < p_.dims.E;
     const int owner = is_route ? expert / p_.dims.experts_per_rank() : -1;
     unsigned ranks = 0;  // that have routes of the token
@@ -59,9 +73,9 @@ class FinishRole {
     WaitForSums(ranks, token);
     Delay(DelaySite::kCombine, token);
     if (p_.peers.bf16_sums) {
-      AddUp<Bf16Sums>(token, ranks);
+      AddUpRanks<Bf16Sums>(token, ranks);
     } else {
-      AddUp<F32Sums>(token, ranks);
+      AddUpRanks<F32Sums>(token, ranks);
     }
     if (lane_ < p_.dims.K) Steps::TakeRoute(p_, token * p_.dims.K + lane_, is_route);
     __syncwarp();
@@ -80,34 +94,61 @@ class FinishRole {
 
   // The sums of a token.
   template <typename Sums>
+  __device__ __forceinline__ void AddUpRanks(int token, unsigned ranks) const {
+    if (p_.dims.R == 2) {
+      AddUp<Sums, 2>(token, ranks);
+    } else if (p_.dims.R == 4) {
+      AddUp<Sums, 4>(token, ranks);
+    } else {
+      AddUp<Sums, 8>(token, ranks);
+    }
+  }
+
+  // As many loads on their way as there may be ranks, whatever their number.
+  template <typename Sums, int kRanks>
   __device__ __forceinline__ void AddUp(int token, unsigned ranks) const {
-    const int64_t at = int64_t{token} * (p_.H / kColumns) + lane_;
-    const Sums* const from = static_cast<const Sums*>(p_.peers.sums[rank_]) + at;
-    uint2* const to = reinterpret_cast<uint2*>(Steps::Sums(p_)) + at;
+    constexpr int kVectors = kMaxRanks / kRanks;
+    const int row_vectors = p_.H / kColumns;
+    const int64_t row = int64_t{token} * row_vectors;
+    const Sums* const from = static_cast<const Sums*>(p_.peers.sums[rank_]) + row;
+    uint2* const to = reinterpret_cast<uint2*>(Steps::Sums(p_)) + row;
 #pragma unroll 1
-    for (int column = 0; column < p_.H; column += kStride) {
-      if (column + lane_ * kColumns >= p_.H) break;
-      const float4 sum = SumOfRanks(from + column / kColumns, ranks);
-      to[column / kColumns] = {ptx::PackBf16(sum.x, sum.y), ptx::PackBf16(sum.z, sum.w)};
+    for (int first = lane_; first < row_vectors; first += kVectors * kWarpThreads) {
+      Sums sums[kVectors][kRanks];
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int vector = first + i * kWarpThreads;
+#pragma unroll
+        for (int r = 0; r < kRanks; ++r) {
+          sums[i][r] = {};
+          if (vector < row_vectors && (ranks >> r & 1)) {
+            sums[i][r] = from[int64_t{r} * p_.dims.T * row_vectors + vector];
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int vector = first + i * kWarpThreads;
+        if (vector < row_vectors) to[vector] = Rounded(SumOfRanks(sums[i]));
+      }
     }
   }
 
   // By the balanced tree over the ranks.
-  template <typename Sums>
-  __device__ __forceinline__ float4 SumOfRanks(const Sums* sums, unsigned ranks) const {
-    float4 v[kMaxRanks];
+  template <typename Sums, int kRanks>
+  static __device__ __forceinline__ float4 SumOfRanks(const Sums (&sums)[kRanks]) {
+    float4 v[kRanks];
 #pragma unroll
-    for (int r = 0; r < kMaxRanks; ++r) {
-      v[r] = {0, 0, 0, 0};
-      if (ranks >> r & 1) v[r] = Floats(sums[int64_t{r} * p_.dims.T * (p_.H / kColumns)]);
-    }
+    for (int r = 0; r < kRanks; ++r) v[r] = Floats(sums[r]);
 #pragma unroll
-    for (int width = 1; width < kMaxRanks; width *= 2) {
-      if (width >= p_.dims.R) break;
+    for (int width = 1; width < kRanks; width *= 2) {
 #pragma unroll
-      for (int r = 0; r < kMaxRanks; r += 2 * width) v[r] = Sum(v[r], v[r + width]);
+      for (int r = 0; r < kRanks; r += 2 * width) v[r] = Sum(v[r], v[r + width]);
     }
     return v[0];
+  }
+  static __device__ __forceinline__ uint2 Rounded(float4 v) {
+    return {ptx::PackBf16(v.x, v.y), ptx::PackBf16(v.z, v.w)};
   }
   static __device__ __forceinline__ float4 Floats(F32Sums sums) { return sums; }
   static __device__ __forceinline__ float4 Floats(Bf16Sums sums) {
