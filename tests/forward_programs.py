@@ -165,7 +165,7 @@ def delays(path: str, num_runs: str) -> None:
 def too_large() -> None:
     """A call that no device holds, one for which nothing is free, and the same one afterwards."""
     limit = (jax.local_devices()[0].memory_stats() or {})["bytes_limit"]
-    sizes = {"K": 8, "E": 8, "H": 1024, "I": 64}
+    sizes: dict[str, Any] = {"K": 8, "E": 8, "H": 1024, "I": 64}
     per_token = memory_plan(T=1001, **sizes).total_bytes - memory_plan(T=1, **sizes).total_bytes
 
     def call(fraction: float) -> list[int]:

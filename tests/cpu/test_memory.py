@@ -12,10 +12,10 @@ from jax_megamoe import _ffi, mega_moe, memory, memory_plan
 from jax_megamoe.config import Dims, MegaMoEConfig
 
 DIMS = Dims(T=300, K=3, E=12, R=1, H=128, I=64)
-SIZES = {"T": 300, "K": 3, "E": 12, "H": 128, "I": 64}
+SIZES: dict[str, Any] = {"T": 300, "K": 3, "E": 12, "H": 128, "I": 64}
 
 
-def types(sizes: dict[str, int] = SIZES, float_dtype: Any = jnp.bfloat16) -> list[Any]:
+def types(sizes: dict[str, Any] = SIZES, float_dtype: Any = jnp.bfloat16) -> list[Any]:
     T, K, E, H, I = (sizes[letter] for letter in "TKEHI")
     shapes = ((T, H), (T, K), (T, K), (E, H, I), (E, H, I), (E, I, H))
     dtypes = [float_dtype] * 6
@@ -35,7 +35,7 @@ def num_bytes(variables: Any) -> int:
 @pytest.mark.parametrize("keep_gate_up", [False, True])
 @pytest.mark.parametrize("letters", [{}, {"T": 1}, {"E": 7}, {"K": 32}, {"I": 4096}])
 def test_report_is_what_the_call_holds(letters: dict[str, int], keep_gate_up: bool) -> None:
-    sizes = SIZES | letters
+    sizes: dict[str, Any] = SIZES | letters
 
     def forward(*operands: jax.Array) -> Any:
         how: dict[str, Any] = {"config": MegaMoEConfig(), "axis_name": None}
@@ -115,7 +115,8 @@ def test_report_of_a_known_shape() -> None:
 )
 def test_what_ranks_share_of_a_known_shape(dtype: str, hidden: int, pages: int) -> None:
     """docs/protocol.md: two rows of bf16 and R sums for each token, and little else."""
-    sizes = {"T": 16384, "K": 8, "E": 128, "H": hidden, "I": 768, "combine_dtype": dtype}
+    sizes: dict[str, Any] = {"T": 16384, "K": 8, "E": 128, "H": hidden, "I": 768}
+    sizes["combine_dtype"] = dtype
     report = memory_plan(**sizes, R=2)
     assert report.peer_bytes == pages * (2 << 20)
     sums = 2 * np.dtype(dtype).itemsize
