@@ -17,6 +17,11 @@ ffi::ErrorOr<PeerWorkspace*> WorkspaceOf(Communicators& communicators, int devic
   return &PeerWorkspace::Of(*communicator, device, group.configuration);
 }
 
+ffi::Error EarlierFaultOf(PeerWorkspace& workspace) {
+  const std::string fault = workspace.TakeFault();
+  return fault.empty() ? ffi::Error::Success() : MakeError(ffi::ErrorCode::kAborted, fault);
+}
+
 ffi::Error Prepare(Communicators communicators, ffi::Dictionary attributes) {
   const auto groups = ReadDeviceGroups(attributes);
   if (groups.has_error()) return groups.error();
@@ -46,6 +51,7 @@ ffi::Error InitializeGroup(Communicators& communicators, int32_t device,
                            const GroupAttributes& group, int64_t bytes) {
   const auto workspace = WorkspaceOf(communicators, device, group);
   if (workspace.has_error()) return workspace.error();
+  if (ffi::Error fault = EarlierFaultOf(**workspace); fault.failure()) return fault;
   const std::string why = (*workspace)->Prepare({bytes, group.deadline_ns, PrepareDevice(device)});
   if (why.empty()) return ffi::Error::Success();
   return MakeError(ffi::ErrorCode::kFailedPrecondition, why);
@@ -55,15 +61,12 @@ ffi::ErrorOr<GroupCall> NextGroupCall(Communicators& communicators, int32_t devi
                                       const GroupAttributes& group, int64_t bytes) {
   const auto workspace = WorkspaceOf(communicators, device, group);
   if (workspace.has_error()) return workspace.error();
-  GroupCall call = {*workspace, {}};
-  if (const std::string why = call.workspace->NextCall(bytes, &call.peers); !why.empty()) {
-    return MakeError(ffi::ErrorCode::kFailedPrecondition, why);
-  }
-  if (const std::string fault = TakeFault(device); !fault.empty()) {
-    call.workspace->Break(fault);
-    return MakeError(ffi::ErrorCode::kAborted, fault);
-  }
-  return call;
+  if (ffi::Error fault = EarlierFaultOf(**workspace); fault.failure()) return fault;
+  GroupCall call = {*workspace, {}, {}};
+  const std::string why =
+      call.workspace->NextCall(bytes, group.deadline_ns, &call.peers, &call.wait);
+  if (why.empty()) return call;
+  return MakeError(ffi::ErrorCode::kFailedPrecondition, why);
 }
 
 }  // namespace megamoe
