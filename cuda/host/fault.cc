@@ -112,7 +112,9 @@ void FaultChannel::AbortWaits() {
   __atomic_store_n(&page_->abort_epoch, last_epoch_, __ATOMIC_RELAXED);
 }
 
-void FaultChannel::EndRank(int rank) {
+void FaultChannel::EndRank(int rank, const std::string& why) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!ends_.try_emplace(rank, why).second) return;
   __atomic_fetch_or(&page_->ended_ranks, 1u << rank, __ATOMIC_RELAXED);
 }
 
@@ -133,10 +135,7 @@ std::string FaultChannel::Text() const {
                      kPhaseNames[static_cast<uint32_t>(r.phase)] + number("expert", r.expert) +
                      number("block", r.block) + number("expected flag", r.expected) +
                      number("found", r.found) + number("epoch", r.epoch);
-  const uint32_t ended_ranks = __atomic_load_n(&page_->ended_ranks, __ATOMIC_RELAXED);
-  for (int rank = 0; rank < 32; ++rank) {
-    if ((ended_ranks >> rank & 1) != 0) text += "; the process of " + NameOf(rank) + " has ended";
-  }
+  for (const auto& [_, why] : ends_) text += "; " + why;
   return text;
 }
 

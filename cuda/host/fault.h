@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -43,8 +44,8 @@ class FaultChannel {
   // Makes every wait of the calls enqueued so far give up.
   void AbortWaits();
 
-  // Makes every wait for this rank give up, whose process has ended.
-  void EndRank(int rank);
+  // Makes every wait for this rank give up, which does not come any more; `why` is for the texts.
+  void EndRank(int rank, const std::string& why);
 
  private:
   explicit FaultChannel(Calls calls) : calls_(calls) {}
@@ -61,6 +62,7 @@ class FaultChannel {
 
   mutable std::mutex mutex_;  // of all below
   std::vector<std::string> names_;
+  std::map<int, std::string> ends_;  // by rank, why it does not come
   uint32_t last_epoch_ = 0;
   uint32_t reported_epoch_ = 0;
   std::string last_fault_;

@@ -42,7 +42,7 @@ void PeerProcesses::Watch(const std::vector<PeerCard>& cards, int rank) {
 void PeerProcesses::Add(FaultChannel* channel) {
   const std::lock_guard<std::mutex> lock(mutex_);
   channel->NameRanks(names_);
-  for (const int rank : ended_ranks_) channel->EndRank(rank);
+  for (const int rank : ended_ranks_) channel->EndRank(rank, EndOf(rank));
   channels_.push_back(channel);
 }
 
@@ -50,9 +50,13 @@ std::string PeerProcesses::Loss() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::string text;
   for (const int rank : ended_ranks_) {
-    text += (text.empty() ? "the process of " : " and that of ") + names_[rank];
+    text += (text.empty() ? "" : "; ") + EndOf(rank);
   }
-  return text.empty() ? "" : text + " has ended";
+  return text;
+}
+
+std::string PeerProcesses::EndOf(int rank) const {
+  return "the process of " + names_[rank] + " has ended";
 }
 
 bool PeerProcesses::OnEnded(uint64_t identity, std::chrono::milliseconds since) {
@@ -67,10 +71,10 @@ bool PeerProcesses::OnEnded(uint64_t identity, std::chrono::milliseconds since) 
 }
 
 void PeerProcesses::EndProcess(uint64_t identity) {
-  for (size_t rank = 0; rank < cards_.size(); ++rank) {
+  for (int rank = 0; rank < static_cast<int>(cards_.size()); ++rank) {
     if (cards_[rank].process.identity != identity) continue;
-    ended_ranks_.insert(static_cast<int>(rank));
-    for (FaultChannel* channel : channels_) channel->EndRank(static_cast<int>(rank));
+    ended_ranks_.insert(rank);
+    for (FaultChannel* channel : channels_) channel->EndRank(rank, EndOf(rank));
   }
 }
 

@@ -43,6 +43,7 @@ class PeerProcesses {
   PeerProcesses() = default;
 
   void EndProcess(uint64_t identity);
+  std::string EndOf(int rank) const;
   bool OnEnded(uint64_t identity, std::chrono::milliseconds since);
 
   mutable std::mutex mutex_;  // of all below

@@ -46,6 +46,17 @@ CudaStatus EnablePeerAccess(int device) {
   return {error, "cudaDeviceEnablePeerAccess"};
 }
 
+// The ranks of this process that wait for others of it: of those others' memory, the channels of
+// who waits for them. Never destroyed.
+struct Waiting {
+  std::mutex mutex;
+  std::multimap<const std::byte*, FaultChannel*> channels;
+};
+Waiting& TheWaiting() {
+  static auto* waiting = new Waiting;
+  return *waiting;
+}
+
 std::string OutOfStep(const std::string& reason) {
   return "the GPUs of an expert group are out of step, and their processes have to start again, " +
          ("since an earlier call failed: " + reason);
@@ -115,6 +126,23 @@ Exchange::Patience PeerWorkspace::patience() const {
 void PeerWorkspace::Break(const std::string& reason) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (broken_.empty()) broken_ = OutOfStep(reason);
+  Waiting& waiting = TheWaiting();
+  const std::lock_guard<std::mutex> lock_waiting(waiting.mutex);
+  const auto [begin, end] = waiting.channels.equal_range(peers_.base[peers_.rank]);
+  for (auto i = begin; i != end; ++i) {
+    i->second->EndRank(peers_.rank,
+                       "rank " + std::to_string(peers_.rank) + " did not make its call: " + reason);
+  }
+}
+
+void PeerWorkspace::ListenToRanksHere() {
+  Waiting& waiting = TheWaiting();
+  const std::lock_guard<std::mutex> lock(waiting.mutex);
+  for (int peer = 0; peer < peers_.num_ranks; ++peer) {
+    if (peer != peers_.rank && !opened_[peer]) {
+      waiting.channels.emplace(peers_.base[peer], channel_);
+    }
+  }
 }
 
 std::string PeerWorkspace::Agree(const PeerRequest& request) {
@@ -159,6 +187,7 @@ std::string PeerWorkspace::Make(int64_t bytes) {
   peers_.bytes = WholePages(bytes);
   peers_.rank = exchange_.rank();
   peers_.num_ranks = exchange_.num_ranks();
+  ListenToRanksHere();
   return "";
 }
 
@@ -185,6 +214,11 @@ CudaStatus PeerWorkspace::CloseAll() {
 CudaStatus PeerWorkspace::Free() {
   std::byte*& own = peers_.base[exchange_.rank()];
   if (own == nullptr) return {};
+  {
+    Waiting& waiting = TheWaiting();
+    const std::lock_guard<std::mutex> lock(waiting.mutex);
+    waiting.channels.erase(own);
+  }
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFree(own));
   own = nullptr;
   return {};

@@ -52,7 +52,8 @@ class PeerWorkspace {
   std::string NextCall(int64_t bytes, uint64_t deadline_ns, Peers* peers, WaitContext* wait);
 
   // A call was not made on this rank: its epochs are no longer those of its peers, and every later
-  // call is refused with the reason.
+  // call is refused with the reason. The ranks of this process do not wait for it any more; those
+  // of others do, to their deadline, or until this one ends by the error.
   void Break(const std::string& reason);
 
  private:
@@ -63,6 +64,7 @@ class PeerWorkspace {
         processes_(PeerProcesses::Of(communicator)) {}
 
   std::string Refusal();
+  void ListenToRanksHere();
   Exchange::Patience patience() const;
   std::string Agree(const PeerRequest& request);
   std::string Make(int64_t bytes);

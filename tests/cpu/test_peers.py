@@ -150,9 +150,8 @@ def test_a_long_wait_is_told_once_before_it_is_given_up() -> None:
     assert emulated.peers_and_warnings(2, "100:1/100:1")[1] == []
 
 
-def lost(*ranks: int) -> str:
-    names = [rf"rank {r} \(pid \d+ on here, GPU 0000:0{r}:00.0\)" for r in ranks]
-    return "the process of " + " and that of ".join(names) + " has ended"
+def lost(rank: int) -> str:
+    return rf"the process of rank {rank} \(pid \d+ on here, GPU 0000:0{rank}:00.0\) has ended"
 
 
 OVER = "; the processes of its expert group have to start again"
@@ -214,3 +213,15 @@ def test_a_fault_that_nobody_raises_is_reported_soon_after_the_end_of_a_process(
     _, (warning,) = emulated.peers_and_warnings(2, *steps, "alone=1")
     assert "a call has failed, its results are void: rank 0 gave up waiting for rank 1" in warning
     assert re.search(lost(1), warning)
+
+
+@pytest.mark.parametrize("grown", [0, 1])
+def test_who_cannot_make_a_call_is_not_waited_for_in_its_process(grown: int) -> None:
+    """Here with a fault of each other rank, as a wait that gives up leaves it."""
+    steps = [same(4, size) for size in (100, PAGE + 1)[: 1 + grown]]
+    found = emulated.peers(4, *steps, "refuse:1:1", *(f"fault:{r}:0" for r in (0, 2, 3)), steps[-1])
+    because = "; rank 1 did not make its call: it has its reasons"
+    assert [because in found[-1][rank] for rank in range(4)] == [True, False, True, True]
+    assert found[-1][1].endswith("since an earlier call failed: it has its reasons")
+    alone = emulated.peers(2, same(2, 100), "refuse:1:1", "fault:0:0", "100:1/-", "alone=1")
+    assert because not in alone[-1][0] and "gave up waiting" in alone[-1][0]

@@ -10,6 +10,7 @@
 //   kill            the process of the rank that is alone, a child of this one, is killed; the
 //                   others get the time to notice
 //   sleep:MS        nothing happens for so long
+//   refuse:RANK:C   the rank cannot make its next call of configuration C
 //   fault:RANK:I    a wait in the last call gives up, of the I-th workspace that the rank has made
 // An OPTION says what the machine is like:
 //   host=RANK        the rank is on another host     alone=RANK     it is a process of its own
@@ -313,10 +314,24 @@ bool RunOtherStep(const std::string& step) {
     std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
     return true;
   }
-  int rank = 0, workspace = 0;
+  int rank = 0, configuration = 0, workspace = 0;
+  if (std::sscanf(step.c_str(), "refuse:%d:%d", &rank, &configuration) == 2) {
+    megamoe::PeerWorkspace::Of(communicators + rank, rank, configuration)
+        .Break("it has its reasons");
+    return true;
+  }
   if (std::sscanf(step.c_str(), "fault:%d:%d", &rank, &workspace) != 2) return false;
   FailCall(rank, workspace);
   return true;
+}
+
+void StartChild() {
+  const pid_t parent = getpid();
+  child = fork();
+  if (child != 0) return;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  while (getppid() == parent) pause();
+  std::_Exit(0);  // the parent had ended before it asked for the signal
 }
 
 void RunStep(int index, const std::string& step) {
@@ -366,9 +381,6 @@ int main(int count, char** arguments) {
   for (int i = 2; i < count; ++i) {
     if (!ReadOption(arguments[i])) steps.push_back(arguments[i]);
   }
-  if (machine.alone >= 0 && (child = fork()) == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    for (;;) pause();
-  }
+  if (machine.alone >= 0) StartChild();
   for (size_t i = 0; i < steps.size(); ++i) RunStep(static_cast<int>(i), steps[i]);
 }
