@@ -62,6 +62,12 @@ __device__ __forceinline__ bool IsToldToStop(const WaitContext& context, int pee
          Reached(ptx::LoadRelaxedSystem(&context.page->abort_epoch), context.epoch);
 }
 
+// Any of the waits of the call may be the last to write: one of them is as good as another.
+__device__ inline void TellOfLongWait(const WaitContext& context, int peer) {
+  context.page->long_wait_peer = peer;
+  ptx::StoreReleaseSystem(&context.page->long_wait_epoch, context.epoch);
+}
+
 // Decides, for one wait, when to give up. Looked at once in so many polls, by one thread.
 //
 // What the host says lies across PCIe: over a thousand warps may wait at once, and if each read it
@@ -81,6 +87,7 @@ class Patience {
     if (waited_ns > next_look_ns_) {
       next_look_ns_ = waited_ns + kLookNs;
       aborted = IsToldToStop(context, site.peer);
+      if (waited_ns > min(kLongNs, context.deadline_ns / 4)) TellOfLongWait(context, site.peer);
     }
     if (!aborted && waited_ns <= context.deadline_ns) return false;
     const FaultCause cause = aborted ? FaultCause::kAbort : FaultCause::kDeadline;
@@ -90,6 +97,7 @@ class Patience {
 
  private:
   static constexpr uint64_t kLookNs = 10'000'000;
+  static constexpr uint64_t kLongNs = 60'000'000'000;
 
   const uint64_t start_ns_ = ptx::GlobalTimerNs();
   uint64_t next_look_ns_ = kLookNs;

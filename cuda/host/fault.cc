@@ -74,6 +74,7 @@ WaitContext FaultChannel::NextCall(int rank, uint64_t deadline_ns) {
   if (last_epoch_ - *abort_epoch > kFarBehind) {
     __atomic_store_n(abort_epoch, last_epoch_ - kFarBehind, __ATOMIC_RELAXED);
   }
+  last_deadline_ns_ = deadline_ns;
   // Not the epoch 0, which failed_epoch holds before there is any.
   const uint32_t num_tied = calls_ == Calls::kTied ? last_epoch_ - 1 : 0;
   return {device_page_, failed_epoch_, deadline_ns, last_epoch_, rank, num_tied};
@@ -105,6 +106,17 @@ bool FaultChannel::ReportFault() {
                  Text().c_str());
   }
   return has_fault || !last_fault_.empty();
+}
+
+void FaultChannel::WarnOfLongWait() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const uint32_t epoch = __atomic_load_n(&page_->long_wait_epoch, __ATOMIC_ACQUIRE);
+  if (epoch == warned_epoch_) return;
+  warned_epoch_ = epoch;
+  std::fprintf(stderr,
+               "jax_megamoe: a call waits for long for %s, epoch %u; it gives up after %llu ms\n",
+               NameOf(page_->long_wait_peer).c_str(), epoch,
+               static_cast<unsigned long long>(last_deadline_ns_ / 1000000));
 }
 
 void FaultChannel::AbortWaits() {

@@ -41,6 +41,9 @@ class FaultChannel {
   // Says on standard error what no one has taken yet, once. Whether there was a record, ever.
   bool ReportFault();
 
+  // Says on standard error, once for a call, that it waits for long.
+  void WarnOfLongWait();
+
   // Makes every wait of the calls enqueued so far give up.
   void AbortWaits();
 
@@ -64,7 +67,9 @@ class FaultChannel {
   std::vector<std::string> names_;
   std::map<int, std::string> ends_;  // by rank, why it does not come
   uint32_t last_epoch_ = 0;
+  uint64_t last_deadline_ns_ = 0;
   uint32_t reported_epoch_ = 0;
+  uint32_t warned_epoch_ = 0;
   std::string last_fault_;
 };
 

@@ -21,6 +21,7 @@ void PeerProcesses::Watch(const std::vector<PeerCard>& cards, int rank) {
   if (!cards_.empty()) return;
   cards_ = cards;
   const ProcessCard& mine = cards[rank].process;
+  ProcessWatch::Get().Repeat([this] { LookAtWaits(); });
   std::set<uint64_t> known = {mine.identity};
   for (size_t peer = 0; peer < cards.size(); ++peer) {
     names_.push_back(FullName(cards, peer));
@@ -57,6 +58,11 @@ std::string PeerProcesses::Loss() const {
 
 std::string PeerProcesses::EndOf(int rank) const {
   return "the process of " + names_[rank] + " has ended";
+}
+
+void PeerProcesses::LookAtWaits() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (FaultChannel* channel : channels_) channel->WarnOfLongWait();
 }
 
 bool PeerProcesses::OnEnded(uint64_t identity, std::chrono::milliseconds since) {

@@ -42,6 +42,7 @@ class PeerProcesses {
 
   PeerProcesses() = default;
 
+  void LookAtWaits();
   void EndProcess(uint64_t identity);
   std::string EndOf(int rank) const;
   bool OnEnded(uint64_t identity, std::chrono::milliseconds since);

@@ -34,6 +34,13 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
+template <typename T>
+void MoveAll(std::vector<T>* from, std::vector<T>* to) {
+  to->insert(to->end(), std::make_move_iterator(from->begin()),
+             std::make_move_iterator(from->end()));
+  from->clear();
+}
+
 }  // namespace
 
 ProcessWatch& ProcessWatch::Get() {
@@ -61,6 +68,12 @@ std::string ProcessWatch::Watch(const ProcessCard& mine, const ProcessCard& card
   return "";
 }
 
+void ProcessWatch::Repeat(std::function<void()> look) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  added_looks_.push_back(std::move(look));
+  if (wake_fd_ >= 0) eventfd_write(wake_fd_, 1);
+}
+
 void ProcessWatch::Stop() {
   const std::lock_guard<std::mutex> lock(acting_);
   is_stopped_ = true;
@@ -83,11 +96,13 @@ std::string ProcessWatch::Start() {
 
 void ProcessWatch::Run() {
   std::vector<Watched> watched;
+  std::vector<std::function<void()>> looks;
   for (;;) {
-    Take(&watched);
-    Poll(&watched);
+    Take(&watched, &looks);
+    Poll(!looks.empty(), &watched);
     const std::lock_guard<std::mutex> lock(acting_);
     if (is_stopped_) return;
+    for (const auto& look : looks) look();
     const auto now = Clock::now();
     std::erase_if(watched, [now](const Watched& w) {
       return w.has_ended && !w.ended(duration_cast<milliseconds>(now - w.end));
@@ -95,23 +110,24 @@ void ProcessWatch::Run() {
   }
 }
 
-void ProcessWatch::Take(std::vector<Watched>* watched) {
+void ProcessWatch::Take(std::vector<Watched>* watched, std::vector<std::function<void()>>* looks) {
   const std::lock_guard<std::mutex> lock(mutex_);
   eventfd_t count = 0;
   eventfd_read(wake_fd_, &count);
-  watched->insert(watched->end(), std::make_move_iterator(added_.begin()),
-                  std::make_move_iterator(added_.end()));
-  added_.clear();
+  MoveAll(&added_, watched);
+  MoveAll(&added_looks_, looks);
 }
 
-// Until something has happened to a process, or one was added; for a period at most where there is
-// something to be looked at again.
-void ProcessWatch::Poll(std::vector<Watched>* watched) const {
+// Until something has happened to a process, or one was added, or there is something to be looked
+// at again.
+void ProcessWatch::Poll(bool has_looks, std::vector<Watched>* watched) const {
   std::vector<pollfd> fds = {{wake_fd_, POLLIN, 0}};
   for (const Watched& w : *watched) fds.push_back({w.fd, POLLIN, 0});
   const bool looks_again = std::any_of(watched->begin(), watched->end(),
                                        [](const Watched& w) { return w.has_ended || w.fd < 0; });
-  const int timeout_ms = looks_again ? static_cast<int>(kPeriod.count()) : -1;
+  const int timeout_ms = static_cast<int>(looks_again ? kPeriod.count()
+                                          : has_looks ? kLookPeriod.count()
+                                                      : -1);
   if (poll(fds.data(), fds.size(), timeout_ms) < 0) {
     std::this_thread::sleep_for(kPeriod);  // out of memory: the answers are void
     return;

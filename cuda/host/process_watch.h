@@ -23,6 +23,7 @@ class ProcessWatch {
   using Ended = std::function<bool(std::chrono::milliseconds since)>;
 
   static constexpr std::chrono::milliseconds kPeriod{100};
+  static constexpr std::chrono::milliseconds kLookPeriod{1000};
   // A lifeline that is not there after so long is that of a process that has ended before it had
   // one: processes open theirs at the same time.
   static constexpr std::chrono::milliseconds kReachLimit{5000};
@@ -33,6 +34,9 @@ class ProcessWatch {
   // "" or why the process of the card cannot be watched from this one, which has the card `mine`.
   // Thread-safe.
   std::string Watch(const ProcessCard& mine, const ProcessCard& card, Ended ended);
+
+  // Calls `look` at least every kLookPeriod, once there is something to watch. Thread-safe.
+  void Repeat(std::function<void()> look);
 
   // Before what the callbacks use is taken down: none runs any more when this returns. The thread
   // stays, where it waits.
@@ -52,8 +56,8 @@ class ProcessWatch {
 
   std::string Start();
   void Run();
-  void Take(std::vector<Watched>* watched);
-  void Poll(std::vector<Watched>* watched) const;
+  void Take(std::vector<Watched>* watched, std::vector<std::function<void()>>* looks);
+  void Poll(bool has_looks, std::vector<Watched>* watched) const;
   static void Look(bool is_readable, Watched* watched);
 
   std::mutex acting_;  // while callbacks run
@@ -61,6 +65,7 @@ class ProcessWatch {
 
   std::mutex mutex_;  // of all below
   std::vector<Watched> added_;
+  std::vector<std::function<void()>> added_looks_;
   int wake_fd_ = -1;
 };
 

@@ -150,6 +150,19 @@ def test_a_long_wait_is_told_once_before_it_is_given_up() -> None:
     assert emulated.peers_and_warnings(2, "100:1/100:1")[1] == []
 
 
+def test_a_call_that_waits_for_long_is_told_of_once() -> None:
+    """Where a thread watches the processes."""
+    steps = (same(2, 100), "late:0:0", "sleep:2500")
+    _, warnings = emulated.peers_and_warnings(2, *steps, "alone=1")
+    assert len(warnings) == 1
+    assert re.fullmatch(
+        r"jax_megamoe: a call waits for long for rank 1 \(pid \d+ on here, GPU 0000:01:00.0\), "
+        r"epoch 5; it gives up after 200 ms",
+        warnings[0],
+    )
+    assert emulated.peers_and_warnings(2, *steps)[1] == []
+
+
 def lost(rank: int) -> str:
     return rf"the process of rank {rank} \(pid \d+ on here, GPU 0000:0{rank}:00.0\) has ended"
 

@@ -11,6 +11,7 @@
 //                   others get the time to notice
 //   sleep:MS        nothing happens for so long
 //   refuse:RANK:C   the rank cannot make its next call of configuration C
+//   late:RANK:I     a wait in the last call lasts for long, of the I-th workspace of the rank
 //   fault:RANK:I    a wait in the last call gives up, of the I-th workspace that the rank has made
 // An OPTION says what the machine is like:
 //   host=RANK        the rank is on another host     alone=RANK     it is a process of its own
@@ -315,6 +316,12 @@ bool RunOtherStep(const std::string& step) {
     return true;
   }
   int rank = 0, configuration = 0, workspace = 0;
+  if (std::sscanf(step.c_str(), "late:%d:%d", &rank, &workspace) == 2) {
+    megamoe::FaultPage& page = *pages[rank].at(workspace);
+    page.long_wait_peer = 1 - rank;
+    __atomic_store_n(&page.long_wait_epoch, 5, __ATOMIC_RELEASE);
+    return true;
+  }
   if (std::sscanf(step.c_str(), "refuse:%d:%d", &rank, &configuration) == 2) {
     megamoe::PeerWorkspace::Of(communicators + rank, rank, configuration)
         .Break("it has its reasons");
