@@ -50,14 +50,12 @@ class Raised(NamedTuple):
 
 
 def bits(rank: int, path: str, backend: str) -> None:
-    np.savez(
-        Path(path) / str(rank),
-        **{
-            f"{i}_{name}": _bytes(local(result))
-            for i, (size, routing) in enumerate(BATCHES)
-            for name, result in zip(Results._fields, results(size, routing, backend), strict=True)
-        },
-    )
+    found: dict[str, Any] = {
+        f"{i}_{name}": _bytes(local(result))
+        for i, (size, routing) in enumerate(BATCHES)
+        for name, result in zip(Results._fields, results(size, routing, backend), strict=True)
+    }
+    np.savez(Path(path) / str(rank), **found)
 
 
 def results(size: tuple[int, ...], routing: str, backend: str) -> Results:

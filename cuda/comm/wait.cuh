@@ -62,10 +62,9 @@ __device__ __forceinline__ bool IsToldToStop(const WaitContext& context, int pee
          Reached(ptx::LoadRelaxedSystem(&context.page->abort_epoch), context.epoch);
 }
 
-// Any of the waits of the call may be the last to write: one of them is as good as another.
+// One store, which needs no order: it says all that it has to.
 __device__ inline void TellOfLongWait(const WaitContext& context, int peer) {
-  context.page->long_wait_peer = peer;
-  ptx::StoreReleaseSystem(&context.page->long_wait_epoch, context.epoch);
+  context.page->long_wait = uint64_t{context.epoch} << 32 | static_cast<uint32_t>(peer);
 }
 
 // Decides, for one wait, when to give up. Looked at once in so many polls, by one thread.

@@ -110,12 +110,13 @@ bool FaultChannel::ReportFault() {
 
 void FaultChannel::WarnOfLongWait() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const uint32_t epoch = __atomic_load_n(&page_->long_wait_epoch, __ATOMIC_ACQUIRE);
+  const uint64_t long_wait = __atomic_load_n(&page_->long_wait, __ATOMIC_RELAXED);
+  const auto epoch = static_cast<uint32_t>(long_wait >> 32);
   if (epoch == warned_epoch_) return;
   warned_epoch_ = epoch;
   std::fprintf(stderr,
                "jax_megamoe: a call waits for long for %s, epoch %u; it gives up after %llu ms\n",
-               NameOf(page_->long_wait_peer).c_str(), epoch,
+               NameOf(static_cast<int>(long_wait & 0xffffffff)).c_str(), epoch,
                static_cast<unsigned long long>(last_deadline_ns_ / 1000000));
 }
 

@@ -47,10 +47,9 @@ struct FaultPage {
   // Written by the host when it has read the record, release; the device writes no record before
   // this equals record_epoch: the first fault is kept, later ones follow from it.
   uint32_t taken_epoch;
-  // Written by waits that last for long, the epoch of the call after the rank that it is for,
-  // release; read by the host, which warns. Never reset.
-  uint32_t long_wait_epoch;
-  int32_t long_wait_peer;
+  // Written by waits that last for long, again and again, any of them: the epoch of the call in the
+  // upper half, the rank waited for in the lower. Read by the host, which warns. Never reset.
+  uint64_t long_wait;
   FaultRecord record;
 };
 

@@ -349,7 +349,7 @@ void RunRanks(FILE* file, const Header& h, Results* out) {
   for (const WaitState& wait : waits) {
     const bool is_late =
         wait.page.record_epoch != 0 && wait.page.record.cause == megamoe::FaultCause::kDeadline;
-    if (is_late && wait.page.long_wait_epoch == 0) emulator::Fail("nobody was told of a long wait");
+    if (is_late && wait.page.long_wait == 0) emulator::Fail("nobody was told of a long wait");
     std::memcpy(out->Add(sizeof(uint32_t)), &wait.failed_epoch, sizeof(uint32_t));
   }
 }

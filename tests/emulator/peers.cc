@@ -317,9 +317,8 @@ bool RunOtherStep(const std::string& step) {
   }
   int rank = 0, configuration = 0, workspace = 0;
   if (std::sscanf(step.c_str(), "late:%d:%d", &rank, &workspace) == 2) {
-    megamoe::FaultPage& page = *pages[rank].at(workspace);
-    page.long_wait_peer = 1 - rank;
-    __atomic_store_n(&page.long_wait_epoch, 5, __ATOMIC_RELEASE);
+    const uint64_t epoch = 5, peer = 1 - rank;
+    __atomic_store_n(&pages[rank].at(workspace)->long_wait, epoch << 32 | peer, __ATOMIC_RELAXED);
     return true;
   }
   if (std::sscanf(step.c_str(), "refuse:%d:%d", &rank, &configuration) == 2) {
