@@ -85,7 +85,13 @@ def _register_once() -> None:
         for target, stages in module.registrations().items():
             jax.ffi.register_ffi_target(target, stages, platform="CUDA")
         # Runs before what JAX does at exit, which it registered on import.
-        atexit.register(module.at_exit)
+        atexit.register(_at_exit, module, os.getpid())
+
+
+def _at_exit(module: ModuleType, pid: int) -> None:
+    """Not in a forked child, which has neither the threads nor the calls of its parent."""
+    if os.getpid() == pid:
+        module.at_exit()
 
 
 def register() -> None:

@@ -121,14 +121,12 @@ std::string OpenLifeline(uint64_t identity) {
   return "";
 }
 
-int ReachLifeline(uint64_t identity, bool* is_absent) {
-  *is_absent = false;
+int ReachLifeline(uint64_t identity) {
   const int fd = MakeSocket();
   if (fd < 0) return -1;
   sockaddr_un address;
   const socklen_t size = LifelineAddress(identity, &address);
   if (connect(fd, reinterpret_cast<sockaddr*>(&address), size) == 0) return fd;
-  *is_absent = errno == ECONNREFUSED;
   close(fd);
   return -1;
 }

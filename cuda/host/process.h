@@ -28,7 +28,7 @@ int OpenProcess(const ProcessCard& card, std::string* why);
 // once. "" or why not.
 std::string OpenLifeline(uint64_t identity);
 
-// The other end of a process's lifeline, or -1; *is_absent: because there is none, or none yet.
-int ReachLifeline(uint64_t identity, bool* is_absent);
+// The other end of a process's lifeline, or -1: there is none, or none yet.
+int ReachLifeline(uint64_t identity);
 
 }  // namespace megamoe

@@ -49,12 +49,11 @@ ProcessWatch& ProcessWatch::Get() {
 }
 
 std::string ProcessWatch::Watch(const ProcessCard& mine, const ProcessCard& card, Ended ended) {
-  Watched watched = {card.identity, -1, std::move(ended), Clock::now(), false, {}};
+  Watched watched = {card.identity, -1, std::move(ended), false, Clock::now()};
   std::string why;
   if (mine.pid_space != 0 && mine.pid_space == card.pid_space) {
     watched.fd = OpenProcess(card, &why);
     watched.has_ended = watched.fd < 0;
-    watched.end = watched.begin;
   } else if (mine.network != 0 && mine.network == card.network) {
     why = OpenLifeline(mine.identity);
   } else {
@@ -138,14 +137,12 @@ void ProcessWatch::Poll(bool has_looks, std::vector<Watched>* watched) const {
 void ProcessWatch::Look(bool is_readable, Watched* w) {
   if (w->has_ended) return;
   if (w->fd < 0) {
-    bool is_absent = false;
-    w->fd = ReachLifeline(w->identity, &is_absent);
-    w->has_ended = is_absent && Clock::now() - w->begin > kReachLimit;
+    w->fd = ReachLifeline(w->identity);
   } else if (is_readable) {
     close(std::exchange(w->fd, -1));
     w->has_ended = true;
+    w->end = Clock::now();
   }
-  w->end = Clock::now();
 }
 
 }  // namespace megamoe

@@ -15,7 +15,8 @@ namespace megamoe {
 //
 // Processes of the same pid namespace are watched by pidfd, exactly; others of the same network
 // namespace by their lifelines, which a child that they have forked, and which has not executed
-// another program, keeps open. A process that has stopped but not ended is not found.
+// another program, keeps open. A lifeline that is not there yet is looked for again: processes open
+// theirs when they begin to watch. A process that has stopped but not ended is not found.
 class ProcessWatch {
  public:
   // Called by the thread when the process has ended, and again every kPeriod, with the time since,
@@ -24,9 +25,6 @@ class ProcessWatch {
 
   static constexpr std::chrono::milliseconds kPeriod{100};
   static constexpr std::chrono::milliseconds kLookPeriod{1000};
-  // A lifeline that is not there after so long is that of a process that has ended before it had
-  // one: processes open theirs at the same time.
-  static constexpr std::chrono::milliseconds kReachLimit{5000};
 
   // Never destroyed: the thread outlives main.
   static ProcessWatch& Get();
@@ -49,7 +47,6 @@ class ProcessWatch {
     uint64_t identity;
     int fd;  // -1: none yet, or none any more
     Ended ended;
-    Clock::time_point begin;
     bool has_ended;
     Clock::time_point end;
   };
