@@ -17,11 +17,6 @@ ffi::ErrorOr<PeerWorkspace*> WorkspaceOf(Communicators& communicators, int devic
   return &PeerWorkspace::Of(*communicator, device, group.configuration);
 }
 
-ffi::Error EarlierFaultOf(PeerWorkspace& workspace) {
-  const std::string fault = workspace.TakeFault();
-  return fault.empty() ? ffi::Error::Success() : MakeError(ffi::ErrorCode::kAborted, fault);
-}
-
 ffi::Error Prepare(Communicators communicators, ffi::Dictionary attributes) {
   const auto groups = ReadDeviceGroups(attributes);
   if (groups.has_error()) return groups.error();
@@ -51,7 +46,6 @@ ffi::Error InitializeGroup(Communicators& communicators, int32_t device,
                            const GroupAttributes& group, int64_t bytes) {
   const auto workspace = WorkspaceOf(communicators, device, group);
   if (workspace.has_error()) return workspace.error();
-  if (ffi::Error fault = EarlierFaultOf(**workspace); fault.failure()) return fault;
   const std::string why = (*workspace)->Prepare({bytes, group.deadline_ns, PrepareDevice(device)});
   if (why.empty()) return ffi::Error::Success();
   return MakeError(ffi::ErrorCode::kFailedPrecondition, why);
@@ -61,8 +55,10 @@ ffi::ErrorOr<GroupCall> NextGroupCall(Communicators& communicators, int32_t devi
                                       const GroupAttributes& group, int64_t bytes) {
   const auto workspace = WorkspaceOf(communicators, device, group);
   if (workspace.has_error()) return workspace.error();
-  if (ffi::Error fault = EarlierFaultOf(**workspace); fault.failure()) return fault;
   GroupCall call = {*workspace, {}, {}};
+  if (const std::string fault = call.workspace->TakeFault(); !fault.empty()) {
+    return MakeError(ffi::ErrorCode::kAborted, fault);
+  }
   const std::string why =
       call.workspace->NextCall(bytes, group.deadline_ns, &call.peers, &call.wait);
   if (why.empty()) return call;

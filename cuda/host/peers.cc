@@ -76,8 +76,10 @@ PeerWorkspace& PeerWorkspace::Of(void* communicator, int device, uint64_t config
 
 std::string PeerWorkspace::Prepare(const PeerRequest& request) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (std::string why = Refusal(); !why.empty()) return why;
+  // Where nothing is to be done the execute stage refuses: other ranks of this process may wait for
+  // this one to come through its initialize stage, in XLA, before they come to theirs.
   if (agreed_bytes_.count(request.bytes) > 0) return "";
+  if (std::string why = Refusal(); !why.empty()) return why;
   if (std::string why = exchange_.Open(communicator_); !why.empty()) return why;
   deadline_ns_ = request.deadline_ns;
   std::string why = Agree(request);
@@ -103,19 +105,21 @@ std::string PeerWorkspace::NextCall(int64_t bytes, uint64_t deadline_ns, Peers* 
 std::string PeerWorkspace::TakeFault() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (channel_ == nullptr) return "";
-  const std::string fault = channel_->TakeFault();
-  if (!fault.empty() || !broken_.empty() || processes_.Loss().empty()) return fault;
-  // That a process has ended is known before the waits for it have given up, which can say more.
-  std::this_thread::sleep_for(kFaultDelay);
-  return channel_->TakeFault();
+  std::string fault = channel_->TakeFault();
+  if (fault.empty() && broken_.empty() && !processes_.Loss().empty()) {
+    // That a process has ended is known before the waits for it have given up, which can say more.
+    std::this_thread::sleep_for(kFaultDelay);
+    fault = channel_->TakeFault();
+  }
+  if (!fault.empty()) End(OutOfStep(fault));
+  return fault;
 }
 
 std::string PeerWorkspace::Refusal() {
-  if (!broken_.empty()) return broken_;
   const std::string fault = channel_ == nullptr ? "" : channel_->last_fault();
-  if (!fault.empty()) return broken_ = OutOfStep(fault);
+  if (!fault.empty()) End(OutOfStep(fault));
   const std::string loss = processes_.Loss();
-  if (!loss.empty()) broken_ = loss + "; the processes of its expert group have to start again";
+  if (!loss.empty()) End(loss + "; the processes of its expert group have to start again");
   return broken_;
 }
 
@@ -125,14 +129,19 @@ Exchange::Patience PeerWorkspace::patience() const {
 
 void PeerWorkspace::Break(const std::string& reason) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (broken_.empty()) broken_ = OutOfStep(reason);
+  End(OutOfStep(reason));
+}
+
+// The first reason is the one that stays.
+void PeerWorkspace::End(const std::string& reason) {
+  if (!broken_.empty()) return;
+  broken_ = reason;
+  const std::string why =
+      "rank " + std::to_string(peers_.rank) + " makes no more calls: " + broken_;
   Waiting& waiting = TheWaiting();
-  const std::lock_guard<std::mutex> lock_waiting(waiting.mutex);
+  const std::lock_guard<std::mutex> lock(waiting.mutex);
   const auto [begin, end] = waiting.channels.equal_range(peers_.base[peers_.rank]);
-  for (auto i = begin; i != end; ++i) {
-    i->second->EndRank(peers_.rank,
-                       "rank " + std::to_string(peers_.rank) + " did not make its call: " + reason);
-  }
+  for (auto i = begin; i != end; ++i) i->second->EndRank(peers_.rank, why);
 }
 
 void PeerWorkspace::ListenToRanksHere() {

@@ -37,14 +37,14 @@ class PeerWorkspace {
   // on. Never destroyed.
   static PeerWorkspace& Of(void* communicator, int device, uint64_t configuration);
 
-  // Before the two below: the record of an earlier call that failed, once, or "". Every later call
-  // is refused then.
-  std::string TakeFault();
-
   // The initialize stage, with the device as CUDA's current one. "" or why not. Costs a look-up
   // when the ranks have agreed on as many bytes before; else all ranks meet here, and those that
   // are there wait for the others, until the deadline or until one's process has ended.
   std::string Prepare(const PeerRequest& request);
+
+  // The execute stage, first: the record of an earlier call that failed, once, or "". Every later
+  // call is refused then.
+  std::string TakeFault();
 
   // The execute stage: a call of as many bytes as were prepared. Counts the call, so that epochs
   // agree when all ranks make the same calls in the same order. "" and what its kernels take, or
@@ -52,8 +52,9 @@ class PeerWorkspace {
   std::string NextCall(int64_t bytes, uint64_t deadline_ns, Peers* peers, WaitContext* wait);
 
   // A call was not made on this rank: its epochs are no longer those of its peers, and every later
-  // call is refused with the reason. The ranks of this process do not wait for it any more; those
-  // of others do, to their deadline, or until this one ends by the error.
+  // call is refused with the reason. The ranks of this process do not wait for it any more, as in
+  // all cases in which this one's calls are over; those of others do, to their deadline, or until
+  // its process ends by the error.
   void Break(const std::string& reason);
 
  private:
@@ -64,6 +65,7 @@ class PeerWorkspace {
         processes_(PeerProcesses::Of(communicator)) {}
 
   std::string Refusal();
+  void End(const std::string& reason);
   void ListenToRanksHere();
   Exchange::Patience patience() const;
   std::string Agree(const PeerRequest& request);

@@ -4,7 +4,7 @@
 //   peers R STEP... [OPTION...]
 //
 // A STEP is the calls that the ranks make next, joined by "/", each BYTES:CONFIGURATION, or "-" of
-// a rank that does not come, or "dies" of the rank that is alone, in the middle of the step. The
+// a rank that does not come, or "dies" of the rank that is alone, whose process is killed then. The
 // ranks meet between steps. Prints "STEP RANK TEXT" for each call,
 // TEXT being "ok EPOCH" or why not. Other steps, of which it prints nothing:
 //   kill            the process of the rank that is alone, a child of this one, is killed; the
@@ -272,9 +272,9 @@ std::string Call(const std::string& call) {
   auto& workspace =
       megamoe::PeerWorkspace::Of(communicators + my_rank, /*device=*/my_rank, configuration);
   const std::string refusal = my_rank == machine.refusing ? "it has no Hopper GPU" : "";
-  if (std::string fault = workspace.TakeFault(); !fault.empty()) return fault;
   if (std::string why = workspace.Prepare({bytes, machine.deadline_ns(), refusal}); !why.empty())
     return why;
+  if (std::string fault = workspace.TakeFault(); !fault.empty()) return fault;
   megamoe::Peers peers;
   megamoe::WaitContext wait;
   if (std::string why = workspace.NextCall(bytes, machine.deadline_ns(), &peers, &wait);
@@ -349,8 +349,14 @@ void RunStep(int index, const std::string& step) {
     const size_t end = std::min(step.find('/', begin), step.size());
     const std::string call = step.substr(begin, end - begin);
     begin = end + 1;
-    if (call == "dies") kill(child, SIGKILL);
-    if (call == "-" || call == "dies") continue;
+    if (call == "-") continue;
+    if (call == "dies") {
+      ranks.emplace_back([] {
+        std::this_thread::sleep_for(kNoticeTime);  // in which the others come to wait for it
+        kill(child, SIGKILL);
+      });
+      continue;
+    }
     ranks.emplace_back([&texts, call, rank] {
       my_rank = rank;
       texts[rank] = Call(call);
