@@ -3,6 +3,7 @@
 Lowering a call needs neither a GPU nor the extension module; running one needs both.
 """
 
+import atexit
 import dataclasses
 import functools
 import hashlib
@@ -83,12 +84,43 @@ def _register_once() -> None:
     if module is not None:
         for target, stages in module.registrations().items():
             jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+        # Runs before what JAX does at exit, which it registered on import.
+        atexit.register(_at_exit, module, os.getpid())
+
+
+def _at_exit(module: ModuleType, pid: int) -> None:
+    """Not in a forked child, which has neither the threads nor the calls of its parent."""
+    if os.getpid() == pid:
+        module.at_exit()
 
 
 def register() -> None:
     """Registers the targets of the extension, if there is one; only the first call does work."""
     with _registration_lock:
         _register_once()
+
+
+def check_faults() -> None:
+    """Raises what calls of this process have failed with and no later call has raised yet.
+
+    A call of the kernels that fails, since a GPU of its expert group does not come or its process
+    has ended, makes the next call of that group raise; the results in between are void. The last
+    call has no next one: behind the end of a training loop, and before a checkpoint is written, do
+
+        jax.block_until_ready(state)
+        jax_megamoe.check_faults()
+
+    It costs a few microseconds and waits for nothing, so it sees only calls whose results are
+    ready. What nobody has raised when the interpreter exits is printed on standard error.
+
+    Raises:
+      RuntimeError: naming the rank that waited and the one it waited for, with its process and GPU,
+        the phase, expert, block and epoch. The group of the call refuses all later ones.
+    """
+    module, _ = extension()
+    texts = module.take_faults() if module is not None else []
+    if texts:
+        raise RuntimeError("jax_megamoe: " + "; and ".join(texts))
 
 
 def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan:

@@ -39,8 +39,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # By program, what it needs of cuda/host.
 HOST_SOURCES = {
     "main": ("backward", "forward", "layer", "peer_arrays", "tensor_map"),
-    "peers": ("exchange", "nccl", "peer_records", "peers"),
+    "peers": (
+        *("exchange", "fault", "nccl", "peer_processes", "peer_records", "peers"),
+        *("process", "process_watch"),
+    ),
     "plan": (),
+    "watch": ("process", "process_watch"),
 }
 
 
@@ -69,7 +73,7 @@ def with_fault(number: int) -> Iterator[None]:
 
 
 @functools.cache
-def _program(name: str) -> Path:
+def program(name: str) -> Path:
     """Compiles a program of the emulator, once a process; skips the test without a compiler or
     CUDA's headers, unless the machine declares them (JAX_MEGAMOE_NVCC=1)."""
     compiler, headers = shutil.which("g++"), _cuda_headers()
@@ -94,7 +98,7 @@ def _output(name: str, arrays: Iterable[np.ndarray]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / end for end in ("in", "out")]
         paths[0].write_bytes(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
-        command = [_program(name), *paths]
+        command = [program(name), *paths]
         run = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
         return paths[1].read_bytes()
@@ -144,11 +148,17 @@ def plan(
 def peers(num_ranks: int, *arguments: str) -> list[list[str]]:
     """What each call of each rank returned, [step][rank]; the arguments are those of
     tests/emulator/peers.cc."""
-    command = [_program("peers"), str(num_ranks), *arguments]
+    return peers_and_warnings(num_ranks, *arguments)[0]
+
+
+def peers_and_warnings(num_ranks: int, *arguments: str) -> tuple[list[list[str]], list[str]]:
+    """The same, and the lines on standard error."""
+    command = [program("peers"), str(num_ranks), *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
+    assert run.returncode == 0, run.stderr
     texts = [line.split(" ", 2)[2] for line in run.stdout.splitlines()]
-    return [texts[i : i + num_ranks] for i in range(0, len(texts), num_ranks)]
+    steps = [texts[i : i + num_ranks] for i in range(0, len(texts), num_ranks)]
+    return steps, run.stderr.splitlines()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,6 +298,7 @@ def _run(
     failed_ranks: Sequence[int] = (),
     deadline_rounds: int = 0,
     combine_dtype: str = "float32",
+    ended_ranks: Sequence[int] = (),
 ) -> tuple[list[list[np.ndarray]], list[int]]:
     """What `run` and `failed_ranks` return.
 
@@ -297,12 +308,14 @@ def _run(
       failed_ranks: their waits give up soon in every call, as after the first one that did.
       deadline_rounds: after which a wait gives up, in turns of the machine; 0: never.
       combine_dtype: as in `MegaMoEConfig`.
+      ended_ranks: which the host has found to be gone.
     """
     dims = _dims_of(calls[0].batch, ranks)
     header = [len(calls), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
     header += [dims.pool_rows, multiprocessors, seed, _fault]
     header += [sum(1 << rank for rank in failed_ranks), deadline_rounds]
     header += [peer_array_bytes(dims, combine_dtype), combine_dtype == "bfloat16"]
+    header += [sum(1 << rank for rank in ended_ranks)]
     arrays: list[np.ndarray] = [np.array(header, np.int32)]
     results = []
     for call in calls:

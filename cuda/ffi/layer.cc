@@ -150,7 +150,8 @@ ffi::ErrorOr<int64_t> ReadPeerBytes(const ffi::Dictionary& attributes) {
 
 void SetPeers(int32_t device, int64_t deadline_ns, const GroupCall* group, LayerCall* call) {
   const int rank = group == nullptr ? 0 : group->peers.rank;
-  call->wait = NextCall(device, rank, static_cast<uint64_t>(deadline_ns));
+  call->wait =
+      group == nullptr ? NextCall(device, static_cast<uint64_t>(deadline_ns)) : group->wait;
   call->plan.rank = rank;
   if (group == nullptr) return;
   call->peers = PeerArraysOf(group->peers, call->plan.dims, call->H, call->bf16_sums);

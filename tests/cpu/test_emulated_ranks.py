@@ -159,3 +159,30 @@ def test_ranks_that_need_a_failed_one_fail_too(ranks: int, failed: int, is_backw
     call = emulated.Call(batch, is_backward=is_backward)
     found = emulated.failed_ranks([call], ranks=ranks, failed_ranks=(failed,), deadline_rounds=5000)
     assert found == list(range(ranks))
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_nobody_waits_for_a_rank_whose_process_has_ended(is_backward: bool) -> None:
+    """There is no deadline: what the host says ends the waits."""
+    call = emulated.Call(routed((64, 8, 8, 64, 64), "distinct"), is_backward=is_backward)
+    gone = {"failed_ranks": (1,), "ended_ranks": (1,)}
+    assert emulated.failed_ranks([call], ranks=2, **gone) == [0, 1]
+
+
+def test_the_end_of_a_rank_ends_no_wait_for_others() -> None:
+    """It may have left with its work done, before the others have ended theirs."""
+    batch = routed((256, 2, 8, 64, 64), "distinct")
+    ids = np.where(batch.expert_idx < 6, batch.expert_idx, -1)
+    ids[192:] = -1  # the last rank neither sends nor gets a row
+    batch = batch._replace(expert_idx=ids)
+    right = emulated.forward(batch)
+    for seed in range(3):
+        y = emulated.forward(batch, ranks=4, seed=seed, ended_ranks=(3,), multiprocessors=2)
+        compare.assert_bitwise(y, right, "y")
+
+
+def test_calls_behind_one_that_failed_do_not_wait_again() -> None:
+    """The machine gives up where ranks wait to the deadline of more than one call."""
+    call = emulated.Call(routed((64, 8, 8, 64, 64), "distinct"))
+    late = {"failed_ranks": (1,), "deadline_rounds": 80_000}
+    assert emulated.failed_ranks([call] * 4, ranks=2, **late) == [0, 1]

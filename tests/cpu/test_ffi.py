@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+import jax_megamoe
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims, MegaMoEConfig
 from jax_megamoe.plan import backward_steps, forward_steps
@@ -191,3 +193,42 @@ def test_plan_refuses_too_many_choices_by_name() -> None:
     dims = Dims(T=16, K=40, E=8, R=1, H=64, I=32)
     with pytest.raises(ValueError, match="K: was 40"):
         _ffi.plan(jnp.asarray(np.zeros((1, 16, 40), np.int32)), dims, 0, forward_steps(dims))
+
+
+def with_extension(monkeypatch: pytest.MonkeyPatch, *faults: str) -> None:
+    module = SimpleNamespace(take_faults=lambda: list(faults))
+    monkeypatch.setattr(_ffi, "extension", lambda: (module, ""))
+
+
+def test_check_faults_raises_all_that_nobody_has_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_extension(monkeypatch, "rank 0 gave up", "rank 1 gave up")
+    with pytest.raises(RuntimeError, match="^jax_megamoe: rank 0 gave up; and rank 1 gave up$"):
+        jax_megamoe.check_faults()
+    with_extension(monkeypatch)
+    jax_megamoe.check_faults()
+    monkeypatch.setattr(_ffi, "extension", lambda: (None, "not built"))
+    jax_megamoe.check_faults()
+
+
+def test_faults_are_told_at_exit_before_jax_ends() -> None:
+    """The memory that the extension looks at goes with the backends. A child tells nothing."""
+    code = """
+import os, sys, types, warnings
+warnings.simplefilter("ignore")  # JAX's of os.fork
+from jax._src import api
+api.clear_caches = lambda: print("JAX", flush=True)
+module = types.ModuleType("_cuda")
+module.registrations, module.at_exit = dict, lambda: print("the extension", flush=True)
+sys.modules["jax_megamoe._cuda"] = module
+from jax_megamoe import _ffi
+_ffi.register()
+_ffi.register()
+pid = os.fork()
+if pid:
+    os.waitpid(pid, 0)
+else:
+    api.clear_caches = lambda: None
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert result.stdout.splitlines() == ["the extension", "JAX"], result

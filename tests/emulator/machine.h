@@ -85,6 +85,8 @@ struct Fiber {
 extern Fiber* self;
 extern int num_blocks;
 extern int64_t num_rounds;  // that RunStreams has made
+constexpr uint64_t kRoundNs =
+    10'000;  // what a timer shows of one: a GPU makes no fewer polls in it
 
 // Lets others run.
 void Yield();

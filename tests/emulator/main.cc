@@ -28,6 +28,7 @@ struct Header {
   int32_t deadline_rounds;  // of a wait; 0: none
   int32_t peer_bytes;       // as jax_megamoe/memory.py has them
   int32_t bf16_sums;
+  int32_t ended_ranks;      // a bit for each: the host says that waits for it are in vain
 };
 
 struct CallHeader {
@@ -110,8 +111,10 @@ LayerCall ReadLayer(FILE* file, const Header& h, const CallHeader& c, int rank, 
   call.expert_weight = Read<float>(file, h.T * h.K);
   call.launches = c.launches;
   call.num_launches = c.num_launches;
-  const uint64_t deadline = h.deadline_rounds == 0 ? ~uint64_t{0} : h.deadline_rounds;
-  call.wait = {&waits[rank].page, &waits[rank].failed_epoch, deadline, epoch, rank};
+  const uint64_t deadline =
+      h.deadline_rounds == 0 ? ~uint64_t{0} : h.deadline_rounds * emulator::kRoundNs;
+  const uint32_t num_tied = h.R > 1 ? epoch - 1 : 0;
+  call.wait = {&waits[rank].page, &waits[rank].failed_epoch, deadline, epoch, rank, num_tied};
   return call;
 }
 
@@ -335,6 +338,7 @@ void Enqueue(FILE* file, const Header& h, const CallHeader& c, const megamoe::Pe
 // Shows each rank what it sees of the others, and runs all calls.
 void RunRanks(FILE* file, const Header& h, Results* out) {
   waits.resize(h.R);
+  for (WaitState& wait : waits) wait.page.ended_ranks = static_cast<uint32_t>(h.ended_ranks);
   megamoe::Peers peers = {};
   peers.bytes = megamoe::PeerArrayBytes({h.T, h.K, h.E, h.R}, h.H, h.bf16_sums != 0);
   if (peers.bytes != h.peer_bytes) emulator::Fail("jax_megamoe/memory.py has other bytes");
@@ -355,6 +359,9 @@ void RunRanks(FILE* file, const Header& h, Results* out) {
   }
   emulator::RunStreams(streams);
   for (const WaitState& wait : waits) {
+    const bool is_late =
+        wait.page.record_epoch != 0 && wait.page.record.cause == megamoe::FaultCause::kDeadline;
+    if (is_late && wait.page.long_wait == 0) emulator::Fail("nobody was told of a long wait");
     std::memcpy(out->Add(sizeof(uint32_t)), &wait.failed_epoch, sizeof(uint32_t));
   }
 }

@@ -103,7 +103,7 @@ template <int kRegisters>
 void GiveRegisters() {}
 template <int kRegisters>
 void TakeRegisters() {}
-inline uint64_t GlobalTimerNs() { return static_cast<uint64_t>(emulator::num_rounds); }
+inline uint64_t GlobalTimerNs() { return emulator::num_rounds * emulator::kRoundNs; }
 inline uint32_t MultiprocessorIndex() { return emulator::self->block->index; }
 
 }  // namespace megamoe::ptx
