@@ -34,6 +34,8 @@ FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 # whole pages, as in cuda/host/peers.cc.
 PEER_ALIGNMENT = 256
 PAGE_BYTES = 2 << 20
+# No Hopper has as many.
+MAX_MULTIPROCESSORS = 256
 
 _BF16, _F32, _I32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float32, jnp.int32))
 
@@ -231,10 +233,14 @@ def _gradients(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> lis
 def trace_result(dims: Dims, steps: Sequence[Step]) -> ArraySize:
     """The records of a traced call: a header, four an item, one a pool row, one a piece of a sum.
 
-    More than the roles write: they move and sum several rows at a time.
+    More than the roles write: they move and sum several rows at a time. Of several ranks, two a
+    token that is finished and two a block that shares the inputs.
     """
     sizes = plan_sizes(dims, steps)
-    records = 4 * sizes.items + sizes.pool_rows + dims.T * dims.K * ceil_div(dims.H, 256)
+    sums = dims.R * dims.T * dims.K * ceil_div(dims.H, 256)
+    records = 4 * sizes.items + sizes.pool_rows + sums
+    if dims.R > 1:
+        records += 2 * dims.T + 2 * MAX_MULTIPROCESSORS
     return ArraySize("trace", (1 + records, 4), _I32)
 
 

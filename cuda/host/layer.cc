@@ -53,9 +53,12 @@ CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, c
                        int64_t num_counters, LayerParams* params, const Launch& launch) {
   int num_multiprocessors = 0;
   if (CudaStatus status = NumMultiprocessors(&num_multiprocessors); !status.ok()) return status;
+  if (c.trace.records != nullptr) {
+    MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(c.trace.records, 0, sizeof(TraceRecord), stream));
+  }
   if (c.plan.dims.R > 1) {
-    const ShareParams inputs = {c.plan.dims,     c.H,    x,      dy, c.expert_idx,
-                                c.expert_weight, c.wait, c.peers};
+    const ShareParams inputs = {c.plan.dims,     c.H,    x,       dy,     c.expert_idx,
+                                c.expert_weight, c.wait, c.peers, c.trace};
     if (CudaStatus status = LaunchShareInputs(stream, num_multiprocessors, inputs); !status.ok()) {
       return status;
     }
@@ -66,9 +69,6 @@ CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, c
           plan::Launch(stream, c.plan, RoutingOf(c), c.plan_arrays, counters, inputs);
       !status.ok()) {
     return status;
-  }
-  if (c.trace.records != nullptr) {
-    MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(c.trace.records, 0, sizeof(TraceRecord), stream));
   }
   for (int64_t i = 0; i < c.num_launches; ++i) {
     params->parts = static_cast<uint32_t>(c.launches[i]);

@@ -28,6 +28,12 @@ struct TokenSums {
     const int source = token / p.dims.T;
     return reinterpret_cast<uint4*>(p.peers.sums[source] + RowAt(p, source, token) * p.H);
   }
+  // Whether these sums are another rank's.
+  static __device__ __forceinline__ bool IsOfPeer(const Params& p, const uint4* sums) {
+    const float* const own = p.peers.sums[p.wait.rank];
+    const float* const to = reinterpret_cast<const float*>(sums);
+    return to < own || to >= own + int64_t{p.dims.R} * p.dims.T * p.H;
+  }
   // The flag that tells the token's rank of them.
   static __device__ __forceinline__ uint32_t* SumsDone(const Params& p, int token) {
     const int source = token / p.dims.T;

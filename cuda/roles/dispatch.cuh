@@ -16,11 +16,11 @@
 // read cost as much as they save.
 #pragma once
 
+#include "comm/trace.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/mutation.cuh"
 #include "pipeline/piece_ring.cuh"
 #include "pipeline/shared_memory.cuh"
-#include "pipeline/trace.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "shared/part.h"
@@ -135,7 +135,12 @@ class DispatchRole {
   }
 
   __device__ __forceinline__ void CopyRows(int first, Slots slots) {
-    const TraceScope trace(p_.trace, kDispatch, true);
+    TraceScope trace(p_.trace, kDispatch, true);
+    if constexpr (Steps::kHasPeers) {
+      // The rows of an expert are ordered by source: few claims hold those of two.
+      trace.MarkIfOfPeer(
+          [&] { return slots.v[0] >= 0 && slots.v[0] / (p_.dims.T * p_.dims.K) != p_.wait.rank; });
+    }
     const int tile = first / kTileRows;
     const int num_rows = NumRows(slots);
     if constexpr (Steps::kZeroPads) ZeroPads(first, num_rows);
