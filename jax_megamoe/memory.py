@@ -36,6 +36,8 @@ PEER_ALIGNMENT = 256
 PAGE_BYTES = 2 << 20
 # The rows of a trace that PeerTraffic of cuda/shared/trace.h takes.
 TRAFFIC_RECORDS = 3
+# No Hopper has as many.
+MAX_MULTIPROCESSORS = 256
 
 _BF16, _F32, _I32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float32, jnp.int32))
 
@@ -244,12 +246,16 @@ def _gradients(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> lis
 def trace_result(dims: Dims, steps: Sequence[Step]) -> ArraySize:
     """The records of a traced call: a header, four an item, one a pool row, one a piece of a sum.
 
-    More than the roles write: they move and sum several rows at a time. With several ranks, behind
-    them what crossed NVLink.
+    More than the roles write: they move and sum several rows at a time. Of several ranks, two a
+    token that is finished and two a block that shares the inputs, and behind all of them what
+    crossed NVLink.
     """
     sizes = plan_sizes(dims, steps)
-    records = 4 * sizes.items + sizes.pool_rows + dims.T * dims.K * ceil_div(dims.H, 256)
-    return ArraySize("trace", (1 + records + TRAFFIC_RECORDS * (dims.R > 1), 4), _I32)
+    sums = dims.R * dims.T * dims.K * ceil_div(dims.H, 256)
+    records = 4 * sizes.items + sizes.pool_rows + sums
+    if dims.R > 1:
+        records += 2 * dims.T + 2 * MAX_MULTIPROCESSORS + TRAFFIC_RECORDS
+    return ArraySize("trace", (1 + records, 4), _I32)
 
 
 def plan_results(dims: Dims, steps: Sequence[Step]) -> list[ArraySize]:

@@ -19,6 +19,7 @@
 #pragma once
 
 #include "comm/share_inputs.h"
+#include "comm/trace.cuh"
 #include "comm/traffic.cuh"
 #include "comm/wait.cuh"
 
@@ -37,7 +38,9 @@ __device__ inline int64_t CopyShare(T* to, const void* from, int64_t count) {
   return bytes;
 }
 
-__device__ inline void ShareInputs(const ShareParams& p) {
+// A block's part of them.
+__device__ inline void CopyInputs(const ShareParams& p) {
+  const TraceScope trace(p.trace, kTraceShare, threadIdx.x == 0);
   const int rank = p.wait.rank;
   const int64_t vectors = int64_t{p.dims.T} * p.H * 2 / static_cast<int64_t>(sizeof(uint4));
   const int64_t slots = int64_t{p.dims.T} * p.dims.K;
@@ -50,6 +53,11 @@ __device__ inline void ShareInputs(const ShareParams& p) {
   }
   ptx::FenceSystem();
   __syncthreads();
+}
+
+__device__ inline void ShareInputs(const ShareParams& p) {
+  CopyInputs(p);
+  const int rank = p.wait.rank;
   if (threadIdx.x >= kWarpThreads) return;
   const int lane = static_cast<int>(threadIdx.x);
   unsigned ended = 0;
@@ -62,6 +70,7 @@ __device__ inline void ShareInputs(const ShareParams& p) {
   const bool is_rank = lane < p.dims.R;
   if (is_rank) ptx::StoreReleaseSystem(p.peers.inputs_done[lane] + rank, p.peers.epoch);
   if (is_rank && lane != rank) CountTraffic<&PeerTraffic::flags_sent>(p.trace, sizeof(uint32_t));
+  const TraceScope wait(p.trace, kTraceWait | kTraceShare, lane == 0);
   const WaitSite site = {Phase::kPeerInputs, lane, -1, static_cast<int32_t>(blockIdx.x)};
   const auto poll = [&] { return ptx::LoadAcquireSystem(p.peers.inputs_done[rank] + lane); };
   BoundedWait(is_rank, poll, p.peers.epoch, /*pause_ns=*/100, p.wait, site);

@@ -39,6 +39,12 @@ struct TokenSums {
     if constexpr (!kWithPeers) return 1;
     return p.peers.bf16_sums ? 1 : 2;
   }
+  // Whether these sums are another rank's.
+  static __device__ __forceinline__ bool IsOfPeer(const Params& p, const uint4* sums) {
+    const uint4* const own = static_cast<const uint4*>(p.peers.sums[p.wait.rank]);
+    const int64_t row_vectors = p.H / kVector * SumVectors(p);
+    return sums < own || sums >= own + int64_t{p.dims.R} * p.dims.T * row_vectors;
+  }
   // The flag that tells the token's rank of them.
   static __device__ __forceinline__ uint32_t* SumsDone(const Params& p, int token) {
     const int source = token / p.dims.T;

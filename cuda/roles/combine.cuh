@@ -14,12 +14,12 @@
 // What is added to what: pipeline/batch_sum.cuh.
 #pragma once
 
+#include "comm/trace.cuh"
 #include "comm/wait.cuh"
 #include "pipeline/batch_sum.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/mutation.cuh"
 #include "pipeline/shared_memory.cuh"
-#include "pipeline/trace.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -217,11 +217,14 @@ class CombineRole {
 
   // Sums the oldest batch.
   __device__ __forceinline__ void SumBatch() {
-    const TraceScope trace(p_.trace, kCombine, lane_ == 0);
+    TraceScope trace(p_.trace, kCombine, lane_ == 0);
     ptx::BarrierWait(batch_full_ + sum_.index() * sizeof(uint64_t), sum_.parity());
     const Batch& batch = batches_[sum_.index()];
     const Batch::Shape shape = batch.shape;
     const int other = Steps::kHasPeers ? batch.other : kToRank;
+    if constexpr (Steps::kHasPeers) {
+      trace.MarkIfOfPeer([&] { return other == kToRank && Steps::IsOfPeer(p_, shape.to); });
+    }
     Delay(DelaySite::kCombine, ~static_cast<uint32_t>(shape.ended));
     const uint32_t rows_address = ptx::SharedAddress(batch.rows) + lane_ * Steps::kSumColumns * 2;
     int first = 0;

@@ -16,11 +16,11 @@
 // of a forward and backward faster than row by row.
 #pragma once
 
+#include "comm/trace.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/mutation.cuh"
 #include "pipeline/piece_ring.cuh"
 #include "pipeline/shared_memory.cuh"
-#include "pipeline/trace.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "shared/part.h"
@@ -134,7 +134,14 @@ class DispatchRole {
   // ---- copies ----
 
   __device__ __forceinline__ void CopyTokens(const Claimed& claimed, Rows rows) {
-    const TraceScope trace(p_.trace, kDispatch, lane_ == 0);
+    TraceScope trace(p_.trace, kDispatch, lane_ == 0);
+    if constexpr (Steps::kHasPeers) {
+      // The rows of an expert are ordered by source: few claims hold those of two.
+      const auto is_of_peer = [&] {
+        return claimed.slot >= 0 && claimed.slot / (p_.dims.T * p_.dims.K) != p_.wait.rank;
+      };
+      trace.MarkIfOfPeer(is_of_peer);
+    }
     const int num_rows = __popc(__ballot_sync(kAllLanes, claimed.slot >= 0));
     if (num_rows < kRows && lane_ == 0) EndPads(claimed.first, num_rows);
 #pragma unroll 1

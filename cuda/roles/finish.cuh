@@ -11,10 +11,10 @@
 // without routes of a token has sent nothing, and is +0.
 #pragma once
 
+#include "comm/trace.cuh"
 #include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/shared_memory.cuh"
-#include "pipeline/trace.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "shared/part.h"
@@ -85,6 +85,7 @@ class FinishRole {
 
   // Lane r waits for rank r.
   __device__ __forceinline__ void WaitForSums(unsigned ranks, int token) {
+    const TraceScope trace(p_.trace, kTraceWait | kFinish, lane_ == 0);
     const bool waits = ranks >> lane_ & 1;
     const uint32_t* flag =
         p_.peers.sums_done[rank_] + int64_t{min(lane_, p_.dims.R - 1)} * p_.dims.T + token;

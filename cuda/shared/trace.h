@@ -13,9 +13,15 @@ struct alignas(16) TraceRecord {
   uint32_t start_ns;
   uint32_t end_ns;
   uint32_t multiprocessor;
-  uint32_t kind;  // a Part (shared/part.h), with kTraceWait for the load warp's wait before it
+  uint32_t kind;  // a Part (shared/part.h) or kTraceShare, with the bits below
 };
+// The wait before a piece: of the load warp for its operands, of a share for the inputs of the
+// peers, of finish for their sums.
 constexpr uint32_t kTraceWait = 16;
+// The piece comes from a peer, or goes to one.
+constexpr uint32_t kTraceOfPeer = 1024;
+// A block of the kernel that shares the inputs.
+constexpr uint32_t kTraceShare = 2048;
 
 // Bytes of a call's payload that crossed to or from other ranks, counted where they are moved. Of
 // the type that atomicAdd takes.
