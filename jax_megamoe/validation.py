@@ -59,6 +59,13 @@ def check_flag(name: str, value: Any) -> None:
         refuse(TypeError, name, f"{value!r} ({type(value).__name__})", "True or False, static")
 
 
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if not isinstance(value, str):
+        refuse(TypeError, name, f"{value!r} ({type(value).__name__})", _one_of(choices))
+    if value not in choices:
+        refuse(ValueError, name, repr(value), _one_of(choices))
+
+
 def check_size(name: str, value: Any, most: int, *, least: int = 1, multiple: int = 1) -> None:
     allowed = f"in {least}..{most}"
     if multiple > 1:
@@ -89,11 +96,7 @@ def check_config(config: MegaMoEConfig) -> None:
         ("backend", BACKENDS),
         ("save", SAVES),
     ):
-        value = getattr(config, name)
-        if not isinstance(value, str):
-            refuse(TypeError, name, f"{value!r} ({type(value).__name__})", _one_of(choices))
-        if value not in choices:
-            refuse(ValueError, name, repr(value), _one_of(choices))
+        check_choice(name, getattr(config, name), choices)
     for name in ("trainable_experts", "return_counts", "debug_checks"):
         check_flag(name, getattr(config, name))
     if config.backend == "cuda" and config.precision == "float32":
