@@ -1,6 +1,7 @@
 """What the arguments of a router may be, and the words when they are something else."""
 
 import math
+import os
 import warnings
 from typing import Any
 
@@ -120,12 +121,12 @@ def check_update(bias: Any, load: Any, speed: Any) -> None:
 
 
 def warn_if_weights_are_constant(
-    argument: str, num_choices: int, config_argument: str, config: RouterConfig, stacklevel: int
+    argument: str, num_choices: int, config_argument: str, config: RouterConfig
 ) -> None:
-    """Warns of a single choice whose weight is the same for any logits.
+    """Warns, where the package was called, of a single choice with the same weight for any logits.
 
     Args:
-      stacklevel: that of `warnings.warn`, as if the caller called that.
+      argument, config_argument: what the caller calls K and the config.
     """
     if num_choices > 1:
         return
@@ -138,7 +139,7 @@ def warn_if_weights_are_constant(
     warnings.warn(
         f"{argument} = 1 with {cause} in {config_argument} makes every expert weight 1 before the"
         f" scale: the router gets no gradient through the experts. Pass {remedy}.",
-        stacklevel=stacklevel + 1,
+        skip_file_prefixes=(os.path.dirname(__file__),),
     )
 
 

@@ -114,7 +114,7 @@ class MegaMoE(nnx.Module):
         check_router_config("router_config", router_config, num_experts, *choices)
         _check_options(config, dtype, param_dtype, kernel_init, rngs)
         _check_axes(num_experts, expert_axis, data_axes)
-        warn_if_weights_are_constant(*choices, "router_config", router_config, stacklevel=2)
+        warn_if_weights_are_constant(*choices, "router_config", router_config)
         self.hidden_size = hidden_size
         self.num_experts_per_token = num_experts_per_token
         self.config = config

@@ -87,7 +87,7 @@ def route(
         gradient through the experts.
     """
     check_route(logits, num_choices, config, selection_bias, mask, axis_name)
-    warn_if_weights_are_constant("num_choices", num_choices, "config", config, stacklevel=2)
+    warn_if_weights_are_constant("num_choices", num_choices, "config", config)
     logits = logits.astype(jnp.float32)
     if mask is not None:
         logits = jnp.where(mask[..., None], logits, 0.0)
