@@ -14,6 +14,8 @@ ACTIVATIONS = ("swiglu",)
 BACKENDS = ("auto", "cuda", "reference")
 SAVES = ("none", "gate_up")
 COMBINE_DTYPES = ("float32", "bfloat16")
+SCORES = ("softmax", "sigmoid")
+SCORED = ("all", "chosen")
 RANK_COUNTS = (1, 2, 4, 8)
 BLOCK_COUNTS = (8, 4, 2, 1)
 # Pool rows of an expert start at a multiple of this and are padded to the next one.
@@ -64,6 +66,37 @@ class MegaMoEConfig:
     trainable_experts: bool = True
     return_counts: bool = False
     debug_checks: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """The static choices of a router; hashable. `presets.py` has those of published models.
+
+    Attributes:
+      scores: what makes a score of a logit: "softmax", or "sigmoid" of each logit by itself.
+      scored: "all": every expert is scored, and the K highest scores are chosen. "chosen": the K
+        highest logits are chosen, and these alone are scored. With "sigmoid" both give the same
+        scores; they differ in what a selection bias is added to and what groups are compared by.
+      renormalize: divide the weights of a token by their sum + 1e-20, as DeepSeek-V3 does; the
+        summand keeps weights that are all 0 at 0, and is lost beside any sum that a softmax gives.
+      scale: factor of the weights, behind renormalisation.
+      num_groups: contiguous groups that the experts form, E / num_groups of each.
+      num_chosen_groups: a token's experts come from that many groups, those with the highest sums
+        of their two highest scores.
+      selection_bias: the choice, of groups too, is made by score + bias, with a bias of each
+        expert; weights and losses know nothing of it.
+      linear_bias: the linear map that makes the logits has a bias, a parameter of the modules;
+        `route` begins with the logits and does not look at it.
+    """
+
+    scores: str = "softmax"
+    scored: str = "all"
+    renormalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    selection_bias: bool = False
+    linear_bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

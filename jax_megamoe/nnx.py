@@ -1,7 +1,6 @@
 """The mixture-of-experts layer as a Flax NNX module: router, experts, losses, load."""
 
 import dataclasses
-import warnings
 from typing import NamedTuple, cast
 
 import jax
@@ -9,15 +8,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jax_megamoe.config import INT32_MAX, MAX_CHOICES, MAX_EXPERTS, MegaMoEConfig
+from jax_megamoe._router_checks import (
+    check_mask,
+    check_router_config,
+    warn_if_weights_are_constant,
+)
+from jax_megamoe.config import INT32_MAX, MAX_CHOICES, MAX_EXPERTS, MegaMoEConfig, RouterConfig
 from jax_megamoe.ops import mega_moe
-from jax_megamoe.router import check_mask, route
+from jax_megamoe.router import route
 from jax_megamoe.sharding import sharded_mega_moe
 from jax_megamoe.validation import (
     check_array,
     check_axis_names,
     check_config,
-    check_flag,
     check_float_dtype,
     check_mesh,
     check_size,
@@ -30,29 +33,39 @@ class MegaMoEAux(NamedTuple):
     """What a training loop needs of a layer beside its output; over all tokens of the call.
 
     Attributes:
-      load_balance_loss: float32 [], see `jax_megamoe.router.load_balance_loss`; no factor applied.
-      z_loss: float32 [], see `jax_megamoe.router.z_loss`; no factor applied.
+      load_balance_loss: float32 [], see `jax_megamoe.Routing`; no factor applied.
+      sequence_balance_loss, z_loss: float32 [], likewise.
       load: int32 [E], how many choices fell on each expert.
     """
 
     load_balance_loss: jax.Array
+    sequence_balance_loss: jax.Array
     z_loss: jax.Array
     load: jax.Array
+
+
+class SelectionBias(nnx.Variable[jax.Array]):
+    """What is added to the scores for the choice alone: no parameter, since it has no gradient."""
 
 
 class MegaMoE(nnx.Module):
     """Router and experts: y_t = sum over the K chosen experts of weight * expert(x_t).
 
-    The module has no state but its parameters, so jit, grad, remat, scan over stacked layers and
-    donation treat it like a dense layer. With `expert_axis` it runs expert-parallel on the mesh of
+    A call changes no state, so jit, grad, remat, scan over stacked layers and donation treat the
+    module like a dense layer. With `expert_axis` it runs expert-parallel on the mesh of
     `jax.set_mesh`, whose axes may be explicit or auto; the expert weights carry that axis as Flax
     `out_sharding`, the router is replicated. The layout of the parameters does not depend on the
     number of devices.
 
     Parameters:
       router: `param_dtype` [H, E].
+      router_bias: `param_dtype` [E], with `router_config.linear_bias`; zeros at first.
       w_gate, w_up: `param_dtype` [E, H, I].
       w_down: `param_dtype` [E, I, H].
+
+    State beside them, with `router_config.selection_bias`:
+      selection_bias: a `SelectionBias`, float32 [E], zeros at first. A training loop moves it with
+        `jax_megamoe.update_selection_bias` after each step, by the load of that step.
     """
 
     def __init__(
@@ -63,9 +76,9 @@ class MegaMoE(nnx.Module):
         num_experts_per_token: int,
         *,
         config: MegaMoEConfig = MegaMoEConfig(),  # noqa: B008 - frozen
+        router_config: RouterConfig = RouterConfig(),  # noqa: B008 - frozen
         expert_axis: str | None = None,
         data_axes: tuple[str, ...] = (),
-        renormalize: bool = True,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),  # noqa: B008 - pure
@@ -80,9 +93,10 @@ class MegaMoE(nnx.Module):
           num_experts_per_token: K.
           config: the static choices of the op; `return_counts` stays False, since the layer always
             reports the load.
+          router_config: what the router does, see `jax_megamoe.route` and `jax_megamoe.presets`.
+            With K = 1 and weights that are the same for any logits it warns.
           expert_axis: mesh axis that splits the experts, or None for one device.
           data_axes: mesh axes that, with `expert_axis`, split the first dimension of x.
-          renormalize: see `jax_megamoe.router.route`; with K = 1 it warns.
           dtype: of the activations; None keeps the dtype of x.
           param_dtype: of the parameters. The router computes in float32 whatever it is.
           kernel_init: draws one [input, output] matrix: the router's, or one expert's.
@@ -90,25 +104,23 @@ class MegaMoE(nnx.Module):
 
         Raises:
           TypeError: an argument of another type or dtype than it may be.
-          ValueError: a size that the op does not take, K > E, data axes without an expert axis,
-            `config.return_counts`, or axes that do not fit the mesh, where one is set.
+          ValueError: a size that the op does not take, K > E, a router config that does not
+            fit E or K, data axes without an expert axis, `config.return_counts`, or axes that do
+            not fit the mesh, where one is set.
         """
         sizes = (hidden_size, intermediate_size, num_experts, num_experts_per_token)
         _check_sizes(*sizes)
-        _check_options(config, renormalize, dtype, param_dtype, kernel_init, rngs)
+        choices = ("num_experts_per_token", num_experts_per_token)
+        check_router_config("router_config", router_config, num_experts, *choices)
+        _check_options(config, dtype, param_dtype, kernel_init, rngs)
         _check_axes(num_experts, expert_axis, data_axes)
-        if num_experts_per_token == 1 and renormalize:
-            warnings.warn(
-                "num_experts_per_token = 1 with renormalize = True makes every expert weight 1:"
-                " the router gets no gradient through the experts. Pass renormalize=False.",
-                stacklevel=2,
-            )
+        warn_if_weights_are_constant(*choices, "router_config", router_config)
         self.hidden_size = hidden_size
         self.num_experts_per_token = num_experts_per_token
         self.config = config
         self.expert_axis = expert_axis
         self.data_axes = tuple(data_axes)
-        self.renormalize = renormalize
+        self.router_config = router_config
         self.dtype = dtype
 
         def experts(num_inputs: int, num_outputs: int) -> nnx.Param[jax.Array]:
@@ -116,10 +128,16 @@ class MegaMoE(nnx.Module):
                 return kernel_init(key, (num_inputs, num_outputs), param_dtype)
 
             keys = jax.random.split(rngs.params(), num_experts)
-            return _param(jax.vmap(draw)(keys), spec=(expert_axis, None, None))
+            return _variable(nnx.Param, jax.vmap(draw)(keys), spec=(expert_axis, None, None))
 
         router = kernel_init(rngs.params(), (hidden_size, num_experts), param_dtype)
-        self.router = _param(router, spec=(None, None))
+        self.router = _variable(nnx.Param, router, spec=(None, None))
+        if router_config.linear_bias:
+            zeros = jnp.zeros((num_experts,), param_dtype)
+            self.router_bias = _variable(nnx.Param, zeros, spec=(None,))
+        if router_config.selection_bias:
+            zeros = jnp.zeros((num_experts,), jnp.float32)
+            self.selection_bias = _variable(SelectionBias, zeros, spec=(None,))
         self.w_gate = experts(hidden_size, intermediate_size)
         self.w_up = experts(hidden_size, intermediate_size)
         self.w_down = experts(intermediate_size, hidden_size)
@@ -155,7 +173,17 @@ class MegaMoE(nnx.Module):
             self.router[...].astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
-        routing = route(logits, self.num_experts_per_token, renormalize=self.renormalize, mask=mask)
+        if self.router_config.linear_bias:
+            bias = self.router_bias[...].astype(jnp.float32)
+            logits += jnp.expand_dims(bias, tuple(range(x.ndim - 1)))
+        has_selection_bias = self.router_config.selection_bias
+        routing = route(
+            logits,
+            self.num_experts_per_token,
+            self.router_config,
+            selection_bias=self.selection_bias[...] if has_selection_bias else None,
+            mask=mask,
+        )
         operands = (
             x,
             routing.expert_idx,
@@ -172,13 +200,15 @@ class MegaMoE(nnx.Module):
                 *operands, expert_axis=self.expert_axis, data_axes=self.data_axes, **options
             )
         y = cast(jax.Array, y)  # and no counts beside it: config.return_counts is False
-        return y, MegaMoEAux(routing.load_balance_loss, routing.z_loss, routing.load)
+        return y, MegaMoEAux(**{name: getattr(routing, name) for name in MegaMoEAux._fields})
 
 
-def _param(value: jax.Array, spec: tuple[str | None, ...]) -> nnx.Param[jax.Array]:
-    """A parameter that carries `spec`, and lies so already when a mesh is set."""
+def _variable[V: nnx.Variable[jax.Array]](
+    kind: type[V], value: jax.Array, spec: tuple[str | None, ...]
+) -> V:
+    """A variable that carries `spec`, and lies so already when a mesh is set."""
     mesh_is_set = not jax.sharding.get_abstract_mesh().empty
-    return nnx.Param(value, out_sharding=spec, eager_sharding=mesh_is_set)
+    return kind(value, out_sharding=spec, eager_sharding=mesh_is_set)
 
 
 def _check_sizes(
@@ -193,7 +223,6 @@ def _check_sizes(
 
 def _check_options(
     config: MegaMoEConfig,
-    renormalize: bool,
     dtype: DTypeLike | None,
     param_dtype: DTypeLike,
     kernel_init: nnx.Initializer,
@@ -207,7 +236,6 @@ def _check_options(
             "True",
             "False; the second result of the layer always holds the load of each expert",
         )
-    check_flag("renormalize", renormalize)
     if dtype is not None:
         check_float_dtype("dtype", dtype)
     check_float_dtype("param_dtype", param_dtype)

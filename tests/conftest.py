@@ -2,7 +2,9 @@
 
 Without `-m gpu` the tests run on 8 simulated CPU devices, also on a GPU machine. With it the GPU is
 declared: its absence, the extension's absence and any skip are failures. JAX_MEGAMOE_GPUS says how
-many GPUs are declared (default 1); tests that need more are left out with a notice.
+many GPUs are declared (default 1); tests that need more are left out with a notice. So are tests
+against transformers, unless JAX_MEGAMOE_TRANSFORMERS=1 declares it and torch; then their absence
+fails these tests.
 
 A GPU test that takes too long ends the whole process, with its stack: a kernel that never ends
 holds the call that waits for it, and neither a signal's handler nor an exception reaches that.
@@ -95,12 +97,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("multi_gpu"):
             item.add_marker("gpu")
+    _leave_out(
+        config,
+        items,
+        left_out,
+        f"GPU tests not run: {num_declared} GPUs are declared (make test-gpu)",
+    )
+    if os.environ.get("JAX_MEGAMOE_TRANSFORMERS") != "1":
+        left_out = [item for item in items if item.get_closest_marker("transformers")]
+        notice = "tests against transformers not run: JAX_MEGAMOE_TRANSFORMERS=1 declares it"
+        _leave_out(config, items, left_out, notice)
+
+
+def _leave_out(
+    config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item], notice: str
+) -> None:
+    """Takes tests out of `items` with a notice, which begins with their number."""
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
-        config.stash[_notices].append(
-            f"{len(left_out)} GPU tests not run: {num_declared} GPUs are declared (make test-gpu)"
-        )
+        config.stash[_notices].append(f"{len(left_out)} {notice}")
 
 
 def needed_gpus(item: pytest.Item) -> int:

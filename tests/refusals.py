@@ -1,6 +1,7 @@
 """How a refusal is provoked and judged: by tracing alone, and by the whole of its message."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,15 @@ def trace(entry: Callable[..., Any], arguments: dict[str, Any]) -> None:
     traced = {name: value for name, value in arguments.items() if is_traced[name]}
     static = {name: value for name, value in arguments.items() if not is_traced[name]}
     jax.eval_shape(lambda arrays: entry(**arrays, **static), traced)
+
+
+def with_fields[C](config: C, **fields: Any) -> C:
+    """A copy of a frozen config with these fields, which may be of any type."""
+    changed = copy.copy(config)
+    for name, value in fields.items():
+        assert hasattr(config, name)
+        object.__setattr__(changed, name, value)
+    return changed
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jax_megamoe.config import MegaMoEConfig
+from jax_megamoe.config import MegaMoEConfig, RouterConfig
 from jax_megamoe.nnx import MegaMoE, MegaMoEAux
 
 VOCABULARY = 256
@@ -75,7 +75,7 @@ class Block(nnx.Module):
             config=config.moe,
             expert_axis="expert",
             data_axes=("data",),
-            renormalize=config.choices > 1,
+            router_config=RouterConfig(renormalize=config.choices > 1),
             dtype=config.dtype,
             kernel_init=nnx.initializers.normal(INIT_SCALE),
             rngs=rngs,

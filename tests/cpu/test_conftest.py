@@ -33,6 +33,16 @@ markers =
   gpu: one
   multi_gpu(count): several
   limit(seconds): at most
+  transformers: needs it
+"""
+
+TRANSFORMERS_SUITE = """
+import pytest
+
+def test_anywhere(): pass
+
+@pytest.mark.transformers
+def test_needs_it(): import a_library_that_is_not_there
 """
 
 HANGING_SUITE = """
@@ -70,6 +80,18 @@ def test_gpu_tests_are_left_out_with_a_notice(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout
     assert "1 passed, 2 deselected" in result.stdout
     assert "NOTICE 2 GPU tests not run" in result.stdout
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_transformers_is_declared_or_its_tests_are_left_out(
+    tmp_path: Path, declared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_MEGAMOE_TRANSFORMERS", str(int(declared)))
+    result = run_suite(tmp_path, suite=TRANSFORMERS_SUITE)
+    assert result.returncode == declared, result.stdout
+    notice = "NOTICE 1 tests against transformers not run"
+    assert (notice in result.stdout) is not declared
+    assert ("1 failed, 1 passed" if declared else "1 passed, 1 deselected") in result.stdout
 
 
 @pytest.mark.parametrize(("built", "reason"), [(False, "not built"), (True, "finds no GPU")])

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe.config import SAVES, MegaMoEConfig
+from jax_megamoe.config import SAVES, MegaMoEConfig, RouterConfig
 from jax_megamoe.nnx import MegaMoE
 from tests.remat import ROUTING_POLICIES
 
@@ -329,7 +329,8 @@ def test_bf16_activations_are_routed_in_float32():
 
 def test_one_renormalised_choice_warns():
     def make(num_choices, renormalize):
-        return MegaMoE(H, I, E, num_choices, renormalize=renormalize, rngs=nnx.Rngs(0))
+        router_config = RouterConfig(renormalize=renormalize)
+        return MegaMoE(H, I, E, num_choices, router_config=router_config, rngs=nnx.Rngs(0))
 
     with pytest.warns(UserWarning, match="num_experts_per_token = 1.*renormalize=False"):
         make(1, True)

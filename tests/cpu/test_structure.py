@@ -34,7 +34,8 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
 # re-exports.
 _LEAVES = {"config", "validation", "_guard", "_ids", "plan", "memory", "reference", "_ffi"}
 _CALL = _LEAVES | {"_backend", "ops", "sharding"}
-_MODULES = _CALL | {"router", "nnx"}
+_ROUTER = {"_router_checks", "_router_losses", "presets", "router"}
+_MODULES = _CALL | _ROUTER | {"nnx"}
 PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "validation": {"config"},
@@ -45,11 +46,14 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "memory": {"config", "plan", "validation"},
     "reference": {"config"},
     "_ffi": {"config", "plan", "memory"},
-    "router": {"config", "validation"},
+    "presets": {"config"},
+    "_router_checks": {"config", "validation"},
+    "_router_losses": set(),
+    "router": {"config", "_router_checks", "_router_losses"},
     "_backend": {"config", "memory", "reference", "_ffi"},
     "ops": {"config", "validation", "_guard", "_ids", "_backend"},
     "sharding": _LEAVES | {"ops"},
-    "nnx": _CALL | {"router"},
+    "nnx": _CALL | _ROUTER,
     "__init__": _MODULES,
 }
 

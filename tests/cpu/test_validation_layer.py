@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
+from jax_megamoe.config import RouterConfig
 from jax_megamoe.nnx import MegaMoE
-from tests.refusals import refusal
+from tests.refusals import refusal, with_fields
 
 H, I, E, K = 16, 12, 8, 2
 GOOD = {
@@ -63,12 +64,26 @@ BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], type[Exception], str, str, str
         "'expert'",
         "beside the expert axis 'expert'",
     ),
-    "renormalize a string": (
-        {"renormalize": "no"},
+    "router_config a dict": (
+        {"router_config": {"renormalize": False}},
         TypeError,
-        "renormalize",
+        "router_config",
+        "a dict",
+        "a RouterConfig",
+    ),
+    "router_config.renormalize a string": (
+        {"router_config": with_fields(RouterConfig(), renormalize="no")},
+        TypeError,
+        "router_config.renormalize",
         r"'no' \(str\)",
         "True or False",
+    ),
+    "router_config with groups of one expert": (
+        {"router_config": RouterConfig(num_groups=8)},
+        ValueError,
+        "router_config.num_groups",
+        "8 with E = 8 experts",
+        "two experts or more",
     ),
     "dtype unknown": ({"dtype": "bf16"}, TypeError, "dtype", "'bf16'", FLOATS),
     "dtype float16": ({"dtype": jnp.float16}, TypeError, "dtype", "float16", FLOATS),
