@@ -49,6 +49,34 @@ LayerParams ParamsOf(const LayerCall& c) {
   return params;
 }
 
+namespace {
+
+CudaStatus RunPass(cudaStream_t stream, const LayerCall& c, int num_multiprocessors,
+                   int64_t num_counters, LayerParams* params, const Launch& launch) {
+  const plan::Cleared counters = {c.counters, num_counters};
+  const WaitContext inputs = c.plan.dims.R > 1 ? c.wait : WaitContext{};
+  if (CudaStatus status =
+          plan::Launch(stream, c.plan, params->pass, RoutingOf(c), c.plan_arrays, counters, inputs);
+      !status.ok()) {
+    return status;
+  }
+  if (c.trace.records != nullptr && params->pass == 0) {
+    MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(c.trace.records, 0, sizeof(TraceRecord), stream));
+  }
+  for (int64_t i = 0; i < c.num_launches; ++i) {
+    params->parts = static_cast<uint32_t>(c.launches[i]);
+    // A launch walks the whole item list; the other counters belong to one part each.
+    if (i > 0) {
+      MEGAMOE_RETURN_IF_CUDA_ERROR(
+          cudaMemsetAsync(params->counters.next_item, 0, sizeof(uint32_t), stream));
+    }
+    if (CudaStatus status = launch(num_multiprocessors, i == 0); !status.ok()) return status;
+  }
+  return {};
+}
+
+}  // namespace
+
 CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, const void* dy,
                        int64_t num_counters, LayerParams* params, const Launch& launch) {
   int num_multiprocessors = 0;
@@ -60,24 +88,12 @@ CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, c
       return status;
     }
   }
-  const plan::Cleared counters = {c.counters, num_counters};
-  const WaitContext inputs = c.plan.dims.R > 1 ? c.wait : WaitContext{};
-  if (CudaStatus status =
-          plan::Launch(stream, c.plan, RoutingOf(c), c.plan_arrays, counters, inputs);
-      !status.ok()) {
-    return status;
-  }
-  if (c.trace.records != nullptr) {
-    MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(c.trace.records, 0, sizeof(TraceRecord), stream));
-  }
-  for (int64_t i = 0; i < c.num_launches; ++i) {
-    params->parts = static_cast<uint32_t>(c.launches[i]);
-    // A launch walks the whole item list; the other counters belong to one part each.
-    if (i > 0) {
-      MEGAMOE_RETURN_IF_CUDA_ERROR(
-          cudaMemsetAsync(params->counters.next_item, 0, sizeof(uint32_t), stream));
+  const int max_passes = MaxPasses(c.plan);
+  for (params->pass = 0; params->pass < max_passes; ++params->pass) {
+    if (CudaStatus status = RunPass(stream, c, num_multiprocessors, num_counters, params, launch);
+        !status.ok()) {
+      return status;
     }
-    if (CudaStatus status = launch(num_multiprocessors, i == 0); !status.ok()) return status;
   }
   return {};
 }

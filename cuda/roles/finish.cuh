@@ -1,9 +1,9 @@
-// Finish: adds up what each rank has sent for this rank's tokens.
+// Finish: adds up what each rank has sent for this rank's tokens, those of the pass.
 //
 // reads      expert_idx of this rank; PeerArrays::sums and dw of this rank
 // writes     y of each token, in the backward dx and dw
 // waits on   PeerArrays::sums_done of the ranks that have routes of a token: work of peers, which
-//            waits for none of ours that comes after it
+//            waits for none of ours that comes after it, nor for what later passes of ours do
 // signals    nothing
 // threads    any warps, behind their share of the sums; each claims one token at a time
 //
@@ -30,11 +30,14 @@ class FinishRole {
       : p_(params), rank_(params.wait.rank), lane_(threadIdx.x % kWarpThreads) {}
 
   __device__ void Run() {
+    const int num_passes = p_.plan.totals[2];
+    const int first = PartStart(p_.dims.T, p_.pass, num_passes);
+    const int end = PartStart(p_.dims.T, p_.pass + 1, num_passes);
     for (;;) {
-      int token = 0;
-      if (lane_ == 0) token = static_cast<int>(ptx::FetchIncrement(p_.counters.next_own));
-      token = __shfl_sync(kAllLanes, token, 0);
-      if (token >= p_.dims.T) return;
+      int claim = 0;
+      if (lane_ == 0) claim = static_cast<int>(ptx::FetchIncrement(p_.counters.next_own));
+      const int token = first + __shfl_sync(kAllLanes, claim, 0);
+      if (token >= end) return;
       FinishToken(token);
     }
   }

@@ -38,6 +38,7 @@ def routed(size: tuple[int, ...], routing: str) -> Batch:
 
 
 def assert_as_one_rank(batch: Batch, ranks: int, **how: Any) -> None:
+    how["pool_factor"] = float(ranks)  # one pass
     right = emulated.forward(batch), *emulated.backward(batch, weight_dtype=F32)
     found = (
         emulated.forward(batch, ranks=ranks, **how),
