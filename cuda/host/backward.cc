@@ -78,8 +78,6 @@ CudaStatus RunBackward(cudaStream_t stream, const BackwardCall& c) {
   const int64_t num_counters = NumBackwardCounters(c.pool_rows, c.plan.dims.experts_per_rank());
   return RunLaunches(stream, c, c.x, c.dy, num_counters, &params,
                      [&](int num_multiprocessors, bool starts_early) {
-                       // Of the other passes they are computed again.
-                       if (params.pass > 0) params.gate_up = nullptr;
                        return LaunchBackward(stream, num_multiprocessors, maps, params,
                                              c.float_gradients, starts_early);
                      });

@@ -41,8 +41,6 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c) {
   params.pool_rows = c.pool_rows;
   return RunLaunches(stream, c, c.x, nullptr, NumForwardCounters(c.pool_rows), &params,
                      [&](int num_multiprocessors, bool starts_early) {
-                       // The backward takes those of the first pass alone.
-                       if (params.pass > 0) params.gate_up = nullptr;
                        return LaunchForward(stream, num_multiprocessors, maps, params,
                                             starts_early);
                      });

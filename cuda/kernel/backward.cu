@@ -24,6 +24,7 @@ constexpr Kernel kKernels[] = {
     BackwardKernel<Bf16Gradients, false, true>,  BackwardKernel<Bf16Gradients, true, true>,
     BackwardKernel<F32Gradients, false, true>,   BackwardKernel<F32Gradients, true, true>};
 
+// For passes behind the first: of their rows g and u are not kept.
 constexpr Kernel kAddingKernel = BackwardKernel<AddedGradients, false, true>;
 
 }  // namespace

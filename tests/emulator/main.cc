@@ -269,9 +269,10 @@ CudaStatus plan::Launch(cudaStream_t, const PlanProblem& problem, int pass,
   return {};
 }
 
+// As LaunchForward of cuda/kernel/forward.cu.
 template <template <bool, bool> typename Steps, typename Maps, typename Params>
 void RunForwardKernel(const Maps& maps, const Params& params) {
-  const bool keeps = params.gate_up != nullptr;
+  const bool keeps = params.gate_up != nullptr && params.pass == 0;
   if (params.dims.R > 1) {
     keeps ? Skeleton<Steps<true, true>>::Run(maps, params)
           : Skeleton<Steps<false, true>>::Run(maps, params);
