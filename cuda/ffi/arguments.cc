@@ -18,7 +18,7 @@ bool InLimits(const PlanProblem& p, int64_t experts) {
   const int64_t routes = int64_t{d.R} * d.T * d.K;
   return d.R > 0 && d.K > 0 && d.K <= kMaxChoices && experts > 0 && experts <= kMaxExperts &&
          d.E % d.R == 0 && p.rank >= 0 && p.rank < d.R && p.pool_routes <= routes &&
-         (d.T == 0 || p.pool_routes >= int64_t{d.R} * d.K);
+         p.pool_routes >= (d.T > 0 ? int64_t{d.R} * d.K : 0);
 }
 
 }  // namespace

@@ -271,12 +271,12 @@ __global__ __launch_bounds__(kThreads, 1) void PlaceRoutes(const __grid_constant
   auto& [layout, warp_counts] = *static_cast<PlaceMemory*>(ptx::DynamicSharedMemory());
   MakeLayout(out.chunk_counts, experts, of_pass, blockIdx.x, layout);
   if constexpr (kSeveralPasses) {
-    if (pass_idx == 0 && layout.tile_start[experts] * int64_t{kTileRows} > ends.row_slot) {
-      of_pass = ChunksOfPass(p.dims, chunks, 0, false);
+    const bool fits = layout.tile_start[experts] * int64_t{kTileRows} <= ends.row_slot;
+    if (pass_idx > 0 || !fits) pass.count = chunks.parts;
+    if (!fits) {  // all tokens; a part of them does
+      of_pass = ChunksOfPass(p.dims, chunks, pass_idx, false);
       MakeLayout(out.chunk_counts, experts, of_pass, blockIdx.x, layout);
-      pass.count = chunks.parts;
     }
-    if (pass_idx > 0) pass.count = chunks.parts;
     if (pass.count > 1) FillOtherParts(p.dims, pass, out.slot_row);
   }
   if (blockIdx.x < of_pass.count) {
