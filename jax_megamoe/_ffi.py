@@ -123,12 +123,15 @@ def check_faults() -> None:
         raise RuntimeError("jax_megamoe: " + "; and ".join(texts))
 
 
-def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan:
-    """Runs the plan kernel; its arrays are those of `plan.make_plan`, as JAX arrays.
+def plan(
+    expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step], pass_idx: int = 0
+) -> Plan:
+    """Runs the plan kernels; their arrays are those of `plan.make_plan`, as JAX arrays.
 
     Args:
       expert_idx: int32 [R, T, K], the routing of all ranks.
       rank: static; the rank whose plan it is.
+      pass_idx: static; how many passes come before, whose plans are made, too.
 
     Raises:
       RuntimeError: without the extension.
@@ -143,6 +146,8 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
         expert_idx,
         experts=np.int64(dims.E),
         rank=np.int64(rank),
+        pool_routes=np.int64(dims.pool_routes),
+        num_plans=np.int64(pass_idx + 1),
         steps=_step_fields(steps),
     )
     return Plan(*arrays)
@@ -233,8 +238,8 @@ def backward_call(
 
     Returns:
       dx [T, H] in the dtype of x, dw float32 [T, K] and, with config.trainable_experts, the
-      gradients of w_gate, w_up and w_down in the dtype of w_gate, rounded once from float32 sums;
-      with trace also the TraceRecords.
+      gradients of w_gate, w_up and w_down in the dtype of w_gate, rounded once from float32 sums,
+      those of several passes from the sum over these; with trace also the TraceRecords.
 
     Raises:
       MemoryError, ValueError: as `memory.check_fits`.
@@ -256,8 +261,9 @@ def backward_call(
         **_attributes(dims, config, axis_name),
         **_work(dims, steps, gate_up is not None, launches, deadline_s),
     )
-    gradients = rest[: 4 if config.trainable_experts else 1]
-    return dx.astype(x.dtype), *gradients, *(rest[-1:] if trace else ())
+    dw, *dw_experts = rest[: 4 if config.trainable_experts else 1]
+    dw_experts = (d.astype(dtype) for d in dw_experts)
+    return dx.astype(x.dtype), dw, *dw_experts, *(rest[-1:] if trace else ())
 
 
 def _work(
@@ -273,6 +279,7 @@ def _work(
     """
     return {
         "steps": _step_fields(steps),
+        "pool_routes": np.int64(dims.pool_routes),
         "num_blocks": np.int64(dims.num_blocks),
         "keep_gate_up": np.int64(keep_gate_up),
         "launches": np.array(launches, np.int64),

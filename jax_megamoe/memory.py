@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe.config import COMBINE_DTYPES, INT32_MAX, KERNEL_MULTIPLE, TILE_ROWS, Dims
+from jax_megamoe.config import (
+    COMBINE_DTYPES,
+    INT32_MAX,
+    KERNEL_MULTIPLE,
+    POOL_FACTOR,
+    TILE_ROWS,
+    Dims,
+)
 from jax_megamoe.plan import (
     DGRAD_DOWN_COLS,
     Plan,
@@ -25,7 +32,7 @@ from jax_megamoe.plan import (
     plan_shapes,
     plan_sizes,
 )
-from jax_megamoe.validation import check_choice, check_size
+from jax_megamoe.validation import check_choice, check_pool_factor, check_size
 
 INT64_MAX = 2**63 - 1
 # The share of a device that JAX takes: its older name, and the newer one, of which one may be set.
@@ -66,7 +73,8 @@ class MemoryPlan:
       operands_bytes: x, expert_weight (float32), expert_idx and the rank's weights, in bf16.
       y_bytes: the result, [T, H] in bf16.
       plan_bytes: the plan's arrays, int32.
-      pool_bytes: [P, H] in bf16, P at most R T K + 127 E/R: x of each row, later its o.
+      pool_bytes: [P, H] in bf16: x of each row, later its o. P is at most R T K + 127 E/R, the rows
+        of any routing, and at most pool_factor T K + 127 E/R where that is more than R K.
       h_bytes: [P, I] in bf16.
       counters_bytes: the progress of a call.
       gate_up_bytes: [P, 2I] in bf16: what a forward with save="gate_up" keeps for its backward, on
@@ -95,25 +103,35 @@ class MemoryPlan:
 
 
 def memory_plan(
-    *, T: int, K: int, E: int, H: int, I: int, R: int = 1, combine_dtype: str = "float32"
+    *,
+    T: int,
+    K: int,
+    E: int,
+    H: int,
+    I: int,
+    R: int = 1,
+    combine_dtype: str = "float32",
+    pool_factor: float = POOL_FACTOR,
 ) -> MemoryPlan:
     """The device memory of one forward call with backend="cuda", for any routing.
 
     Args:
       T: tokens of a rank. K: choices of a token. E: experts of all ranks. H: hidden size.
-      I: intermediate size of an expert. R: ranks. combine_dtype: as in `MegaMoEConfig`.
+      I: intermediate size of an expert. R: ranks.
+      combine_dtype, pool_factor: as in `MegaMoEConfig`.
 
     Raises:
-      TypeError: a size that is no integer, a dtype that is no string.
-      ValueError: a size outside the kernels' limits, more bytes than 64 bits hold, or another
-        dtype, naming it.
+      TypeError: a size that is no integer, a dtype that is no string, a factor that is no number.
+      ValueError: a size outside the kernels' limits, more bytes than 64 bits hold, another dtype,
+        or another factor, naming it.
     """
     sizes = {"T": T, "K": K, "E": E, "R": R, "H": H, "I": I}
     for name, size in sizes.items():
         multiple = KERNEL_MULTIPLE if name in ("H", "I") else 1
         check_size(name, size, INT32_MAX, least=0 if name == "T" else 1, multiple=multiple)
     check_choice("combine_dtype", combine_dtype, COMBINE_DTYPES)
-    dims = Dims(**{name: int(size) for name, size in sizes.items()})
+    check_pool_factor(pool_factor)
+    dims = Dims(**{name: int(size) for name, size in sizes.items()}, pool_factor=float(pool_factor))
     return _memory_plan(dims, combine_dtype=combine_dtype)
 
 
@@ -210,7 +228,8 @@ def backward_results(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) 
     """The results of the backward custom call, in their order; all but gradients are workspace.
 
     Args:
-      weight_gradients: the dtype of the weights' gradients; None for a call without them.
+      weight_gradients: the dtype of the weights' gradients; None for a call without them. Those
+        that several passes may add up come in float32, whatever it is.
 
     Raises ValueError as `plan.plan_sizes`.
     """
@@ -239,7 +258,7 @@ def _gradients(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> lis
     if weight_gradients is None:
         return gradients
     weights = [a for a in forward_operands(dims) if a.name in ("w_gate", "w_up", "w_down")]
-    dtype = np.dtype(weight_gradients)
+    dtype = _F32 if dims.max_passes > 1 else np.dtype(weight_gradients)
     return gradients + [ArraySize(f"d{w.name}", w.shape, dtype) for w in weights]
 
 

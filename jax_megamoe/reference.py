@@ -92,7 +92,7 @@ def forward(
         pool = _put_rows(pool, i, _slot_weight(ws, t) * o)
         return [pool, *(_put_gate_up(a, i, g, u) for a in gate_up)]
 
-    carry = [_zeros_like_vma((dims.pool_rows, dims.H), xs)]
+    carry = [_zeros_like_vma((dims.most_rows, dims.H), xs)]
     if keep_gate_up:
         carry.append(_gate_up_pool(dims, config, xs))
     pool, *gate_up = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
@@ -155,7 +155,7 @@ def backward(
         return (_put_rows(dx_pool, i, dx), _put_rows(dw_pool, i, dw), *dw_experts)
 
     weights = (w_gate, w_up, w_down) if config.trainable_experts else ()
-    shapes = [(dims.pool_rows, dims.H), (dims.pool_rows, 1), *(w.shape for w in weights)]
+    shapes = [(dims.most_rows, dims.H), (dims.most_rows, 1), *(w.shape for w in weights)]
     carry = tuple(_zeros_like_vma(shape, xs) for shape in shapes)
     dx_pool, dw_pool, *dw_experts = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
     dx = round_(_combine(dx_pool, rows, dims, config, axis_name))
@@ -270,7 +270,7 @@ def _put_rows(pool: Array, i: Array, tile_rows: Array) -> Array:
 def _gate_up_pool(dims: Dims, config: MegaMoEConfig, like: Array) -> Array:
     """An empty pool of g beside u, [P, 2I], in the dtype to which the backward rounds them."""
     dtype = jnp.bfloat16 if config.precision == "bf16" else jnp.float32
-    return _zeros_like_vma((dims.pool_rows, 2 * dims.I), like, dtype)
+    return _zeros_like_vma((dims.most_rows, 2 * dims.I), like, dtype)
 
 
 def _put_gate_up(pool: Array, i: Array, g: Array, u: Array) -> Array:

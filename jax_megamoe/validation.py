@@ -4,6 +4,7 @@ launch. A message names the argument, says what it was and what it may be.
 
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Never
 
@@ -77,6 +78,14 @@ def check_size(name: str, value: Any, most: int, *, least: int = 1, multiple: in
         refuse(ValueError, name, str(value), allowed)
 
 
+def check_pool_factor(value: Any) -> None:
+    allowed = "a finite number of at least 1, static"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        refuse(TypeError, "pool_factor", f"{value!r} ({type(value).__name__})", allowed)
+    if not 1 <= value <= sys.float_info.max:
+        refuse(ValueError, "pool_factor", repr(value), allowed)
+
+
 def check_float_dtype(name: str, value: Any) -> None:
     """value: what JAX takes for a dtype."""
     try:
@@ -99,6 +108,7 @@ def check_config(config: MegaMoEConfig) -> None:
         ("combine_dtype", COMBINE_DTYPES),
     ):
         check_choice(name, getattr(config, name), choices)
+    check_pool_factor(config.pool_factor)
     for name in ("trainable_experts", "return_counts", "debug_checks"):
         check_flag(name, getattr(config, name))
     if config.backend == "cuda" and config.precision == "float32":
@@ -147,6 +157,7 @@ def check_call(
         R=num_ranks,
         H=x.shape[-1],
         I=w_gate.shape[2],
+        pool_factor=float(config.pool_factor),
     )
     _check_dims(dims, config)
     return dims

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
-from jax_megamoe.config import Dims
+from jax_megamoe.config import POOL_FACTOR, Dims
 from jax_megamoe.memory import gate_up_array, peer_array_bytes, trace_result
 from jax_megamoe.plan import (
     MAX_STEPS,
@@ -31,7 +31,6 @@ from jax_megamoe.plan import (
     forward_steps,
     make_plan,
     plan_shapes,
-    plan_sizes,
 )
 from tests.cases import BF16, F32, Batch
 
@@ -117,32 +116,49 @@ def _split(raw: bytes, results: list[tuple[tuple[int, ...], np.dtype]]) -> list[
 U32 = np.dtype(np.uint32)
 # Words that the plan clears on the side.
 NUM_CLEARED = 1000
+# What memory holds before.
+GARBAGE = 0x7B7B7B7B
 
 
 def plan(
+    expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step], **options: Any
+) -> Plan:
+    """As `plan.make_plan`, by the kernels of the plan; options as for `plans`."""
+    return plans(expert_idx, dims, rank, steps, num_plans=1, **options)[0]
+
+
+def plans(
     expert_idx: np.ndarray,
     dims: Dims,
     rank: int,
     steps: Sequence[Step],
     *,
+    num_plans: int,
     seed: int = 0,
-    has_failed: bool = False,
-) -> Plan:
-    """As `plan.make_plan`, by the kernels of the plan.
+    failed_pass: int = -1,
+) -> list[Plan]:
+    """What the arrays of the plan hold in each of the first passes of a call.
 
     Args:
       seed: of the order of warps and blocks.
-      has_failed: the call has given up waiting for the routes.
+      failed_pass: before which a wait of the call has given up, in 0 that for the routes; -1: none.
     """
-    header = [dims.T, dims.K, dims.E, dims.R, rank, len(steps), seed, NUM_CLEARED, has_failed]
+    header = [dims.T, dims.K, dims.E, dims.R, rank, len(steps), seed, NUM_CLEARED, failed_pass]
+    header += [num_plans, dims.pool_routes]
     for step in steps:
         header += [step.tiles_m or 0, step.tiles_n, step.lag]
     header += [0] * 3 * (MAX_STEPS - len(steps))
-    shapes = [*plan_shapes(dims, steps), (NUM_CLEARED,)]
+    shapes = [*plan_shapes(dims, steps), (NUM_CLEARED,)] * num_plans
     raw = _output("plan", (np.array(header, np.int32), expert_idx))
-    *arrays, cleared = _split(raw, [(shape, np.dtype(np.int32)) for shape in shapes])
-    assert not cleared.any()
-    return Plan(*arrays)
+    arrays = _split(raw, [(shape, np.dtype(np.int32)) for shape in shapes])
+    found = []
+    for p in range(num_plans):
+        *of_pass, cleared = arrays[p * len(arrays) // num_plans :][: len(arrays) // num_plans]
+        found.append(Plan(*of_pass))
+        # With the plan of every pass, and only with it.
+        is_made = (failed_pass <= 0 or p < failed_pass) and p < found[-1].totals[2]
+        assert not cleared.any() if is_made else np.all(cleared == GARBAGE)
+    return found
 
 
 def peers(num_ranks: int, *arguments: str) -> list[list[str]]:
@@ -166,7 +182,8 @@ class Call:
     """One call of either pass; its results are those of the custom call.
 
     Attributes:
-      float_gradients: the weights' gradients come in float32, else in bf16.
+      float_gradients: the weights' gradients come in float32; else in bf16, unless there may be
+        several passes.
       trainable: there are such gradients.
       keep: the kernels of save="gate_up". kept: what a backward takes of its forward.
       launches: as for the custom calls; None: fused. trace: likewise.
@@ -192,7 +209,7 @@ class Call:
         if self.is_backward:
             results.append(((dims.T, dims.K), F32))
         if self.is_backward and self.trainable:
-            dtype = F32 if self.float_gradients else BF16
+            dtype = F32 if self.float_gradients or dims.max_passes > 1 else BF16
             weights = (self.batch.w_gate, self.batch.w_up, self.batch.w_down)
             results += [((dims.experts_per_rank, *w.shape[1:]), dtype) for w in weights]
         others = [gate_up_array(dims)] if self.keep else []
@@ -204,11 +221,12 @@ class Call:
         if launches is None:
             launches = _ffi.BACKWARD_FUSED if self.is_backward else _ffi.FUSED
         steps = self.steps(dims)
-        _, items, waves = plan_sizes(dims, steps)
         keeps = self.keep or self.kept is not None
-        numbers = [self.is_backward, len(steps), items, waves, self.float_gradients, keeps]
         trace = trace_result(dims, steps).shape[0] if self.trace else 0
-        numbers += [len(launches), trace]
+        numbers = [self.is_backward, len(steps), self.float_gradients or dims.max_passes > 1]
+        numbers += [keeps, len(launches), trace]
+        for tiles in ([s.tiles_m or 0 for s in steps], [s.tiles_n for s in steps]):
+            numbers += [*tiles, *[0] * (MAX_STEPS - len(steps))]
         parts = [*launches, *[0] * (8 - len(launches))]
         return np.array(numbers, np.int32).tobytes() + np.array(parts, np.int64).tobytes()
 
@@ -282,17 +300,19 @@ def failed_ranks(calls: Sequence[Call], *, ranks: int, **options: Any) -> list[i
     return _run(calls, ranks, **options)[1]
 
 
-def _dims_of(batch: Batch, ranks: int) -> Dims:
+def dims_of(batch: Batch, ranks: int, pool_factor: float = POOL_FACTOR) -> Dims:
     (tokens, hidden), choices = batch.x.shape, batch.expert_idx.shape[1]
     experts, _, intermediate = batch.w_gate.shape
     assert tokens % ranks == 0 and experts % ranks == 0
-    return Dims(T=tokens // ranks, K=choices, E=experts, R=ranks, H=hidden, I=intermediate)
+    sizes = {"T": tokens // ranks, "K": choices, "E": experts, "H": hidden, "I": intermediate}
+    return Dims(**sizes, R=ranks, pool_factor=pool_factor)
 
 
 def _run(
     calls: Sequence[Call],
     ranks: int,
     *,
+    pool_factor: float = POOL_FACTOR,
     multiprocessors: int = 4,
     seed: int = 0,
     failed_ranks: Sequence[int] = (),
@@ -303,6 +323,7 @@ def _run(
     """What `run` and `failed_ranks` return.
 
     Args:
+      pool_factor: as of `MegaMoEConfig`.
       multiprocessors: the blocks of a device's kernel, all resident.
       seed: of the order in which everything happens.
       failed_ranks: their waits give up soon in every call, as after the first one that did.
@@ -310,9 +331,9 @@ def _run(
       combine_dtype: as in `MegaMoEConfig`.
       ended_ranks: which the host has found to be gone.
     """
-    dims = _dims_of(calls[0].batch, ranks)
+    dims = dims_of(calls[0].batch, ranks, pool_factor)
     header = [len(calls), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
-    header += [dims.pool_rows, multiprocessors, seed, _fault]
+    header += [dims.pool_routes, multiprocessors, seed, _fault]
     header += [sum(1 << rank for rank in failed_ranks), deadline_rounds]
     header += [peer_array_bytes(dims, combine_dtype), combine_dtype == "bfloat16"]
     header += [sum(1 << rank for rank in ended_ranks)]
@@ -323,8 +344,9 @@ def _run(
         ids = call.batch.expert_idx.astype(np.int32).reshape(dims.R, dims.T, dims.K)
         operands = call.operands()
         for rank in range(dims.R):
-            plan = make_plan(ids, dims, rank, call.steps(dims))
-            arrays += [*plan, *(np.split(a, dims.R)[rank] for a in operands)]
+            for pass_idx in range(dims.max_passes):
+                arrays += make_plan(ids, dims, rank, call.steps(dims), pass_idx)
+            arrays += [np.split(a, dims.R)[rank] for a in operands]
         results.append(call.results(dims))
     shapes = [result for of_call in results for result in of_call * dims.R]
     *found, failed_epochs = _split(_output("main", arrays), [*shapes, ((dims.R,), U32)])

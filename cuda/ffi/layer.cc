@@ -100,9 +100,11 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
                                       const ffi::Dictionary& attributes) {
   const auto steps = attributes.get<ffi::Span<const int64_t>>("steps");
   const auto num_blocks = attributes.get<int64_t>("num_blocks");
+  const auto pool_routes = attributes.get<int64_t>("pool_routes");
   const auto launches = attributes.get<ffi::Span<const int64_t>>("launches");
   if (steps.has_error()) return steps.error();
   if (num_blocks.has_error()) return num_blocks.error();
+  if (pool_routes.has_error()) return pool_routes.error();
   if (launches.has_error()) return launches.error();
   if (ffi::Error error = CheckShapes(pass, operands); error.failure()) return error;
   if (ffi::Error error = CheckLaunches(pass, pass_parts, *launches); error.failure()) return error;
@@ -115,14 +117,14 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
   const ffi::Span<const int64_t> ids = operands.expert_idx.dimensions();
   const int64_t routing[3] = {num_ranks, ids[0], ids[1]};
   const ffi::ErrorOr<PlanProblem> plan =
-      ReadPlanProblem(ffi::Span<const int64_t>(routing, 3), experts, 0, *steps);
+      ReadPlanProblem(ffi::Span<const int64_t>(routing, 3), experts, 0, *pool_routes, *steps);
   if (plan.has_error()) return plan.error();
   LayerCall call = {};
   call.plan = *plan;
   call.H = static_cast<int>(operands.w_gate.dimensions()[1]);
   call.I = static_cast<int>(operands.w_gate.dimensions()[2]);
   call.num_blocks = static_cast<int>(*num_blocks);
-  call.pool_rows = PlanFields(*plan)[3].elements;
+  call.pool_rows = PoolRows(*plan);
   call.expert_idx = operands.expert_idx.typed_data();
   call.expert_weight = operands.expert_weight.typed_data();
   call.launches = launches->begin();

@@ -1,9 +1,9 @@
-// Finish: adds up what each rank has sent for this rank's tokens.
+// Finish: adds up what each rank has sent for this rank's tokens, those of the pass.
 //
 // reads      expert_idx of this rank; PeerArrays::sums and dw of this rank
 // writes     y of each token, in the backward dx and dw
 // waits on   PeerArrays::sums_done of the ranks that have routes of a token: work of peers, which
-//            waits for none of ours that comes after it
+//            waits for none of ours that comes after it, nor for what later passes of ours do
 // signals    nothing
 // threads    any warps, behind their share of the sums; each claims one token at a time
 //
@@ -31,12 +31,15 @@ class FinishRole {
 
   // Tokens are claimed and their ids read one ahead: neither latency is waited for.
   __device__ void Run() {
+    const int num_passes = p_.plan.totals[2];
+    const int end = PartStart(p_.dims.T, p_.pass + 1, num_passes);
+    const int first = PartStart(p_.dims.T, p_.pass, num_passes);
     int claim = Claim();
-    int token = __shfl_sync(kAllLanes, claim, 0);
+    int token = first + __shfl_sync(kAllLanes, claim, 0);
     claim = Claim();
     int expert = ExpertOf(token);
-    while (token < p_.dims.T) {
-      const int next = __shfl_sync(kAllLanes, claim, 0);
+    while (token < end) {
+      const int next = first + __shfl_sync(kAllLanes, claim, 0);
       claim = Claim();
       const int next_expert = ExpertOf(next);
       FinishToken(token, expert);

@@ -26,6 +26,7 @@ IDS = [f"{size}-{routing}" for size, routing in CASES]
 
 
 def assert_as_one_rank(batch: Batch, ranks: int, **how: Any) -> None:
+    how["pool_factor"] = float(ranks)  # one pass
     right = emulated.forward(batch), *emulated.backward(batch, weight_dtype=F32)
     found = (
         emulated.forward(batch, ranks=ranks, **how),
@@ -79,8 +80,9 @@ def test_a_rank_without_routes(source: int) -> None:
 def test_what_is_kept_changes_no_bit(ranks: int) -> None:
     batch = normal_of(*CASES[2])
     right = emulated.forward(batch), *emulated.backward(batch)
-    y, gate_up = emulated.forward_keeping(batch, ranks=ranks)
-    found = emulated.backward(batch, ranks=ranks, gate_up=gate_up)
+    how: dict[str, Any] = {"ranks": ranks, "pool_factor": float(ranks)}
+    y, gate_up = emulated.forward_keeping(batch, **how)
+    found = emulated.backward(batch, gate_up=gate_up, **how)
     compare.assert_results_bitwise(Results(y, *found), Results(*right))
 
 
@@ -120,7 +122,8 @@ def test_calls_one_after_another_in_the_same_memory(seed: int, ranks: int) -> No
         roll = {f: np.roll(getattr(batch, f), 7 * i + 1, axis=0) for f in ("x", "dy")}
         batches.append(batch._replace(**roll))
     calls = [emulated.Call(b, is_backward=i) for b in batches for i in (False, True)]
-    found = emulated.run(calls, ranks=ranks, seed=seed, multiprocessors=2)
+    how: dict[str, Any] = {"pool_factor": float(ranks), "seed": seed, "multiprocessors": 2}
+    found = emulated.run(calls, ranks=ranks, **how)
     for i, batch in enumerate(batches):
         right = emulated.forward(batch), *emulated.backward(batch)
         (y,), gradients = found[2 * i : 2 * i + 2]

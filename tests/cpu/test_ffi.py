@@ -128,6 +128,27 @@ def test_what_is_kept_is_a_result_of_the_forward_and_an_operand_of_the_backward(
     assert operands[-1] == f"tensor<{DIMS.pool_rows}x{2 * DIMS.I}xbf16>"
 
 
+def test_a_backward_of_several_passes_rounds_its_gradients_behind_the_call() -> None:
+    """To the dtype of the weights; what its arrays hold is said by one number."""
+    dims = Dims(T=16, K=2, E=8, R=4, H=64, I=64, pool_factor=1.25)
+    x, *rest = operand_types(dims)
+
+    def backward(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        how = {"dims": dims, "config": MegaMoEConfig(), "axis_name": "expert"}
+        return _ffi.backward_call(*operands, **how)
+
+    mesh = jax.sharding.AbstractMesh((4,), ("expert",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("expert")
+    sharded = jax.shard_map(backward, mesh=mesh, in_specs=spec, out_specs=spec)
+    types = [jax.ShapeDtypeStruct((4 * t.shape[0], *t.shape[1:]), t.dtype) for t in (x, x, *rest)]
+    assert [g.dtype for g in jax.eval_shape(sharded, *types)[2:]] == [jnp.bfloat16] * 3
+    text = lowered(sharded, *types)
+    (line,) = (line for line in text.splitlines() if "@jax_megamoe_backward_peers" in line)
+    results = line.rsplit("-> (", 1)[1].split(", ")
+    assert results[2:5] == ["tensor<2x64x64xf32>"] * 3
+    assert f"pool_routes = {dims.pool_routes} : i64" in line
+
+
 @pytest.mark.parametrize("axis", ["expert", "data", ("data", "expert")])
 def test_rank_groups_follow_the_mesh(axis: str | tuple[str, ...]) -> None:
     mesh = jax.sharding.AbstractMesh(

@@ -1,5 +1,6 @@
 """What a call asks of memory: the report is the call's own arrays, and too much is refused."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -126,13 +127,35 @@ def test_what_ranks_share_of_a_known_shape(dtype: str, hidden: int, pages: int) 
         memory_plan(**{**sizes, "combine_dtype": "fp8"})
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("factor", [1.0, 1.25, 2.0, 8.0])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("tokens", [0, 1, 77, 140_000])
-def test_pool_is_bounded(tokens: int, ranks: int) -> None:
-    report = memory_plan(T=tokens, K=8, E=128, R=ranks, H=64, I=64)
+def test_pool_is_bounded(tokens: int, ranks: int, factor: float) -> None:
+    report = memory_plan(T=tokens, K=8, E=128, R=ranks, H=64, I=64, pool_factor=factor)
     rows = report.pool_bytes // (2 * 64)
     assert rows * 2 * 64 == report.pool_bytes
     assert rows <= ranks * tokens * 8 + 127 * 128 // ranks
+    assert rows <= max(factor * tokens, ranks) * 8 + 127 * 128 // ranks
+
+
+def test_every_array_over_pool_rows_is_bounded() -> None:
+    """docs/protocol.md: 1.25 times the even rows of EP8 take what one rank takes, and a little."""
+    sizes: dict[str, Any] = {"T": 16384, "K": 8, "E": 128, "H": 2048, "I": 768}
+    one, eight = memory_plan(**sizes), memory_plan(**sizes, R=8, pool_factor=1.25)
+    assert eight.workspace_bytes < 1.14 * one.workspace_bytes
+    assert eight.gate_up_bytes < 1.13 * one.gate_up_bytes
+    assert memory_plan(**sizes, R=8).workspace_bytes == 1_493_250_228
+    assert memory_plan(**sizes, R=8, pool_factor=8.0).workspace_bytes == 5_926_348_052
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gradients_that_several_passes_may_add_up_are_float32(dtype: Any) -> None:
+    dims = dataclasses.replace(DIMS, R=4)
+    for factor, right in ((2.0, jnp.float32), (4.0, dtype)):
+        dims = dataclasses.replace(dims, pool_factor=factor)
+        gradients = memory.backward_results(dims, dtype)[2:5]
+        assert [g.name for g in gradients] == ["dw_gate", "dw_up", "dw_down"]
+        assert all(g.dtype == right for g in gradients)
 
 
 def test_more_bytes_than_64_bits_hold_are_refused_by_name() -> None:
@@ -154,6 +177,8 @@ def test_more_bytes_than_64_bits_hold_are_refused_by_name() -> None:
         ({"H": 64.0}, TypeError, "H: was 64.0"),
         ({"T": 1.5}, TypeError, "T: was 1.5"),
         ({"H": 40}, ValueError, "H: was 40.*a multiple of 64"),
+        ({"pool_factor": 0.5}, ValueError, "pool_factor: was 0.5"),
+        ({"pool_factor": "2"}, TypeError, "pool_factor: was '2'"),
     ],
 )
 def test_sizes_are_judged(letters: dict[str, Any], error: type[Exception], match: str) -> None:

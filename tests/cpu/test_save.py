@@ -55,8 +55,8 @@ WAYS: dict[str, tuple[Callable[..., Op], int, int]] = {
 
 
 def pool_rows(data: int, ranks: int) -> int:
-    """P of all devices: the first dimension of what is kept of a call."""
-    return data * ranks * Dims(T=T // (data * ranks), K=K, E=E, R=ranks, H=H, I=I).pool_rows
+    """Rows of all devices: the first dimension of what the reference keeps of a call."""
+    return data * ranks * Dims(T=T // (data * ranks), K=K, E=E, R=ranks, H=H, I=I).most_rows
 
 
 def residuals(f: Op, *args: Any) -> Counter[tuple[tuple[int, ...], str]]:

@@ -2,9 +2,11 @@
 // of an expert group: emulator IN OUT.
 //
 // IN holds the numbers of `Header` and, for each call, those of `CallHeader` and of each rank the
-// arrays of its plan and its operands; OUT gets the results in that order, then of each rank the
-// epoch of the last call that has failed. tests/emulated.py writes and reads them. All else that a
-// call takes is full of NaN.
+// arrays of its plan in each pass and its operands; OUT gets the results in that order, then of
+// each rank the epoch of the last call that has failed. tests/emulated.py writes and reads them.
+// All else that a call takes is full of NaN.
+#include <array>
+#include <bit>
 #include <cstdio>
 
 #include "comm/share_inputs.cuh"
@@ -22,29 +24,34 @@
 namespace {
 
 struct Header {
-  int32_t num_calls, R, T, K, E, H, I, num_blocks, pool_rows;
+  int32_t num_calls, R, T, K, E, H, I, num_blocks, pool_routes;
   int32_t multiprocessors, seed, fault;
   int32_t failed_ranks;     // a bit for each: its waits give up soon, in all calls
   int32_t deadline_rounds;  // of a wait; 0: none
   int32_t peer_bytes;       // as jax_megamoe/memory.py has them
   int32_t bf16_sums;
-  int32_t ended_ranks;      // a bit for each: the host says that waits for it are in vain
+  int32_t ended_ranks;  // a bit for each: the host says that waits for it are in vain
 };
 
 struct CallHeader {
-  int32_t is_backward, num_steps, num_items, num_waves, float_gradients, keep_gate_up;
-  int32_t num_launches;
+  int32_t is_backward, num_steps, float_gradients, keep_gate_up, num_launches;
   int32_t trace_records;  // rows of the trace, the last result; 0: none
+  int32_t tiles_m[megamoe::kMaxSteps], tiles_n[megamoe::kMaxSteps];
   int64_t launches[8];
 };
 
 int num_multiprocessors;
-constexpr int kPlanTurns = 30;  // of each of its threads
+constexpr int kNumPlanArrays = megamoe::kNumPlanFields - 1;  // all but the scratch
+constexpr int kPlanTurns = 30;                               // of each of its threads
 
 std::vector<std::deque<emulator::Work>> streams;  // of each rank
 int current_rank;                                 // whose calls are enqueued
 
 using megamoe::LayerCall;
+
+// The fields of PlanArrays.
+using PlanPointers = std::array<void*, megamoe::kNumPlanFields>;
+std::vector<PlanPointers> plan_of_pass;  // of the call that is enqueued: what its plan shall hold
 
 void* Allocate(size_t bytes) {
   void* memory = std::aligned_alloc(1024, (bytes + 1024) / 1024 * 1024);
@@ -93,20 +100,24 @@ std::vector<WaitState> waits;
 LayerCall ReadLayer(FILE* file, const Header& h, const CallHeader& c, int rank, uint32_t epoch) {
   LayerCall call = {};
   call.plan.dims = {h.T, h.K, h.E, h.R};
+  call.plan.pool_routes = h.pool_routes;
   call.plan.rank = rank;
   call.plan.num_steps = c.num_steps;
-  call.plan_arrays.counts = Read<int32_t>(file, h.E);
-  call.plan_arrays.expert_start = Read<int32_t>(file, h.E / h.R + 1);
-  call.plan_arrays.slot_row = Read<int32_t>(file, h.R * h.T * h.K);
-  call.plan_arrays.row_slot = Read<int32_t>(file, h.pool_rows);
-  call.plan_arrays.items = Read<megamoe::Item>(file, c.num_items);
-  call.plan_arrays.waves = Read<megamoe::Wave>(file, c.num_waves);
-  call.plan_arrays.token_order = Read<int32_t>(file, h.R * h.T);
-  call.plan_arrays.totals = Read<int32_t>(file, 2);
+  for (int s = 0; s < c.num_steps; ++s) call.plan.steps[s] = {c.tiles_m[s], c.tiles_n[s], 0};
+  const auto fields = megamoe::PlanFields(call.plan);
+  plan_of_pass.assign(megamoe::MaxPasses(call.plan), {});
+  for (PlanPointers& plan : plan_of_pass) {
+    for (int i = 0; i < kNumPlanArrays; ++i) plan[i] = Read<int32_t>(file, fields[i].elements);
+  }
+  PlanPointers arrays = {};
+  for (int i = 0; i < kNumPlanArrays; ++i) {
+    arrays[i] = Allocate(fields[i].elements * sizeof(int32_t));
+  }
+  call.plan_arrays = std::bit_cast<megamoe::PlanArrays>(arrays);
   call.H = h.H;
   call.I = h.I;
   call.num_blocks = h.num_blocks;
-  call.pool_rows = h.pool_rows;
+  call.pool_rows = megamoe::PoolRows(call.plan);
   call.expert_idx = Read<int32_t>(file, h.T * h.K);
   call.expert_weight = Read<float>(file, h.T * h.K);
   call.launches = c.launches;
@@ -129,8 +140,8 @@ megamoe::TraceBuffer Trace(const Header& h, const CallHeader& c, Results* out) {
 constexpr int64_t kBf16Bytes = 2;
 
 void* ReadBf16(FILE* file, int64_t count) { return Read<uint16_t>(file, count); }
-void* Pool(const Header& h, int64_t columns) {
-  return Allocate(h.pool_rows * columns * kBf16Bytes);
+void* Pool(const LayerCall& layer, int64_t columns) {
+  return Allocate(layer.pool_rows * columns * kBf16Bytes);
 }
 
 megamoe::ForwardCall Forward(FILE* file, const Header& h, const CallHeader& c,
@@ -143,10 +154,10 @@ megamoe::ForwardCall Forward(FILE* file, const Header& h, const CallHeader& c,
   call.w_up = ReadBf16(file, weights);
   call.w_down = ReadBf16(file, weights);
   call.y = out->Add(int64_t{h.T} * h.H * kBf16Bytes);
-  call.pool = Pool(h, h.H);
-  call.h = Pool(h, h.I);
-  if (c.keep_gate_up != 0) call.gate_up = out->Add(int64_t{h.pool_rows} * 2 * h.I * kBf16Bytes);
-  call.counters = static_cast<uint32_t*>(Allocate(megamoe::NumForwardCounters(h.pool_rows) * 4));
+  call.pool = Pool(layer, h.H);
+  call.h = Pool(layer, h.I);
+  if (c.keep_gate_up != 0) call.gate_up = out->Add(layer.pool_rows * 2 * h.I * kBf16Bytes);
+  call.counters = static_cast<uint32_t*>(Allocate(megamoe::NumForwardCounters(call.pool_rows) * 4));
   call.trace = Trace(h, c, out);
   return call;
 }
@@ -162,7 +173,7 @@ megamoe::BackwardCall Backward(FILE* file, const Header& h, const CallHeader& c,
   call.w_up = ReadBf16(file, weights);
   call.w_down = ReadBf16(file, weights);
   call.dy = ReadBf16(file, int64_t{h.T} * h.H);
-  if (c.keep_gate_up != 0) call.gate_up = ReadBf16(file, int64_t{h.pool_rows} * 2 * h.I);
+  if (c.keep_gate_up != 0) call.gate_up = ReadBf16(file, layer.pool_rows * 2 * h.I);
   call.dx = out->Add(int64_t{h.T} * h.H * kBf16Bytes);
   call.dw = static_cast<float*>(out->Add(int64_t{h.T} * h.K * sizeof(float)));
   call.float_gradients = c.float_gradients != 0;
@@ -170,11 +181,11 @@ megamoe::BackwardCall Backward(FILE* file, const Header& h, const CallHeader& c,
     const int64_t bytes = weights * (call.float_gradients ? 4 : 2);
     for (void** gradient : {&call.dw_gate, &call.dw_up, &call.dw_down}) *gradient = out->Add(bytes);
   }
-  for (void** pool : {&call.x_pool, &call.dy_pool, &call.dx_pool}) *pool = Pool(h, h.H);
-  for (void** pool : {&call.dg, &call.du, &call.wh}) *pool = Pool(h, h.I);
-  call.dw_partial = static_cast<float*>(Allocate(h.pool_rows * tiles_n * sizeof(float)));
-  call.counters =
-      static_cast<uint32_t*>(Allocate(megamoe::NumBackwardCounters(h.pool_rows, h.E / h.R) * 4));
+  for (void** pool : {&call.x_pool, &call.dy_pool, &call.dx_pool}) *pool = Pool(layer, h.H);
+  for (void** pool : {&call.dg, &call.du, &call.wh}) *pool = Pool(layer, h.I);
+  call.dw_partial = static_cast<float*>(Allocate(layer.pool_rows * tiles_n * sizeof(float)));
+  const int64_t counters = megamoe::NumBackwardCounters(layer.pool_rows, h.E / h.R);
+  call.counters = static_cast<uint32_t*>(Allocate(counters * sizeof(uint32_t)));
   call.trace = Trace(h, c, out);
   return call;
 }
@@ -226,9 +237,12 @@ const char* cudaGetErrorString(cudaError_t) { return "of the emulated machine"; 
 namespace megamoe {
 
 // Reads the routes of all ranks as the kernels of the plan do, at about their pace.
-void CheckRoutes(const PlanProblem& problem, const int32_t* expert_idx, const PlanArrays& plan) {
+void CheckRoutes(const PlanProblem& problem, int pass, const int32_t* expert_idx,
+                 const PlanArrays& plan) {
   if (waits[problem.rank].failed_epoch != 0) return;  // who gave up may have none
   const RoutingDims& d = problem.dims;
+  const int num_passes = plan.totals[2];
+  if (pass >= num_passes) return;
   const int num_threads = emulator::num_blocks * emulator::kBlockThreads;
   const int thread = static_cast<int>(blockIdx.x) * emulator::kBlockThreads + threadIdx.x;
   for (int turn = 0; turn < kPlanTurns; ++turn) {
@@ -236,7 +250,10 @@ void CheckRoutes(const PlanProblem& problem, const int32_t* expert_idx, const Pl
     for (int slot = thread; slot < d.R * d.T * d.K; slot += num_threads) {
       const int64_t expert = int64_t{expert_idx[slot]} - problem.rank * d.experts_per_rank();
       const int row = plan.slot_row[slot];
-      const bool is_local = expert >= 0 && expert < d.experts_per_rank();
+      const int token = slot / d.K % d.T;
+      const bool is_local = expert >= 0 && expert < d.experts_per_rank() &&
+                            token >= PartStart(d.T, pass, num_passes) &&
+                            token < PartStart(d.T, pass + 1, num_passes);
       const bool is_right =
           !is_local ? row < 0
                     : row >= plan.expert_start[expert] && row < plan.expert_start[expert + 1];
@@ -245,20 +262,32 @@ void CheckRoutes(const PlanProblem& problem, const int32_t* expert_idx, const Pl
   }
 }
 
-// The plan comes from IN; here it clears the counters and reads what it is made of.
-CudaStatus plan::Launch(cudaStream_t, const PlanProblem& problem, const int32_t* expert_idx,
-                        const PlanArrays& arrays, const Cleared& cleared, const WaitContext&) {
-  std::memset(cleared.words, 0, cleared.count * sizeof(uint32_t));
+// The plan comes from IN; here it appears, clears the counters and reads what it is made of.
+CudaStatus plan::Launch(cudaStream_t, const PlanProblem& problem, int pass,
+                        const int32_t* expert_idx, const PlanArrays& arrays, const Cleared& cleared,
+                        const WaitContext&) {
+  const auto make = [=, from = plan_of_pass[pass], rank = current_rank] {
+    if (pass > 0 && waits[rank].failed_epoch != 0) arrays.totals[2] = 0;
+    if (pass > 0 && pass >= arrays.totals[2]) return;
+    const auto fields = PlanFields(problem);
+    const auto to = std::bit_cast<PlanPointers>(arrays);
+    for (int i = 0; i < kNumPlanArrays; ++i) {
+      std::memcpy(to[i], from[i], fields[i].elements * sizeof(int32_t));
+    }
+    std::memset(cleared.words, 0, cleared.count * sizeof(uint32_t));
+  };
+  streams[current_rank].push_back({make, 0});
   if (problem.dims.R > 1) {
     streams[current_rank].push_back(
-        {[=] { CheckRoutes(problem, expert_idx, arrays); }, num_multiprocessors});
+        {[=] { CheckRoutes(problem, pass, expert_idx, arrays); }, num_multiprocessors});
   }
   return {};
 }
 
+// As LaunchForward of cuda/kernel/forward.cu.
 template <template <bool, bool> typename Steps, typename Maps, typename Params>
 void RunForwardKernel(const Maps& maps, const Params& params) {
-  const bool keeps = params.gate_up != nullptr;
+  const bool keeps = params.gate_up != nullptr && params.pass == 0;
   if (params.dims.R > 1) {
     keeps ? Skeleton<Steps<true, true>>::Run(maps, params)
           : Skeleton<Steps<false, true>>::Run(maps, params);
@@ -280,6 +309,7 @@ CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
   return {};
 }
 
+// As LaunchBackward of cuda/kernel/backward.cu.
 template <typename Gradients, bool kTakesGateUp>
 void RunBackwardKernel(const BackwardMaps& maps, const BackwardParams& params) {
   params.dims.R > 1 ? Skeleton<BackwardSteps<Gradients, kTakesGateUp, true>>::Run(maps, params)
@@ -294,7 +324,9 @@ CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
           ? (takes ? RunBackwardKernel<F32Gradients, true> : RunBackwardKernel<F32Gradients, false>)
           : (takes ? RunBackwardKernel<Bf16Gradients, true>
                    : RunBackwardKernel<Bf16Gradients, false>);
-  streams[current_rank].push_back({[=] { run(maps, params); }, blocks});
+  const auto adding = Skeleton<BackwardSteps<AddedGradients, false, true>>::Run;
+  const auto chosen = params.pass > 0 ? adding : run;
+  streams[current_rank].push_back({[=] { chosen(maps, params); }, blocks});
   return {};
 }
 
