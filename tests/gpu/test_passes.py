@@ -41,7 +41,13 @@ def batch_of(size: tuple[int, ...], routing: str, dtype: np.dtype = BF16) -> Bat
 def passes(batch: Batch, pool_factor: float) -> list[int]:
     """How many each rank needs."""
     (tokens, choices), (experts, hidden, intermediate) = batch.expert_idx.shape, batch.w_gate.shape
-    sizes: dict[str, Any] = {"T": tokens // 2, "K": choices, "E": experts, "H": hidden, "I": intermediate}
+    sizes: dict[str, Any] = {
+        "T": tokens // 2,
+        "K": choices,
+        "E": experts,
+        "H": hidden,
+        "I": intermediate,
+    }
     dims = Dims(**sizes, R=2, pool_factor=pool_factor)
     ids = batch.expert_idx.reshape(2, dims.T, dims.K)
     steps = forward_steps(dims)
@@ -142,7 +148,13 @@ def test_the_program_takes_the_bytes_that_were_planned(pool_factor: float) -> No
         .compile()
     )
     analysis = compiled.memory_analysis()
-    sizes: dict[str, Any] = {"T": tokens // 2, "K": choices, "E": experts, "H": hidden, "I": intermediate}
+    sizes: dict[str, Any] = {
+        "T": tokens // 2,
+        "K": choices,
+        "E": experts,
+        "H": hidden,
+        "I": intermediate,
+    }
     workspace = memory_plan(**sizes, R=2, pool_factor=pool_factor).workspace_bytes
     assert analysis is not None
     assert workspace <= analysis.temp_size_in_bytes <= 1.01 * workspace + 2**26
