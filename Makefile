@@ -76,7 +76,7 @@ lint-python: env
 lint-types: env
 	'$(PY)' -m pyright --project . --pythonpath '$(PY)'
 
-CPP_SOURCES = find cuda tests/emulator -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h'
+CPP_SOURCES = find cuda tests/emulator tests/ranks -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h'
 
 lint-cpp: env
 	$(CPP_SOURCES) | xargs -r clang-format --dry-run -Werror

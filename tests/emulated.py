@@ -35,6 +35,9 @@ from jax_megamoe.plan import (
 from tests.cases import BF16, F32, Batch
 
 ROOT = Path(__file__).resolve().parents[1]
+RANKS = ROOT / "tests" / "ranks"
+# The ranks on one GPU; made with the test build.
+ONE_GPU = ROOT / "build" / "one_gpu"
 # By program, what it needs of cuda/host.
 HOST_SOURCES = {
     "main": ("backward", "forward", "layer", "peer_arrays", "tensor_map"),
@@ -83,8 +86,9 @@ def program(name: str) -> Path:
     folder = Path(tempfile.mkdtemp())
     emulator = ROOT / "tests" / "emulator"
     sources = [emulator / f"{name}.cc", emulator / "machine.cc"]
+    sources += [RANKS / "calls.cc"] if name == "main" else []
     sources += [ROOT / "cuda" / "host" / f"{source}.cc" for source in HOST_SOURCES[name]]
-    includes = [f"-I{emulator}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
+    includes = [f"-I{emulator}", f"-I{RANKS}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
     command = [compiler, "-std=c++20", "-O2", "-DMEGAMOE_FAULTS", *includes, *map(str, sources)]
     program = folder / name
     result = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
@@ -92,13 +96,12 @@ def program(name: str) -> Path:
     return program
 
 
-def _output(name: str, arrays: Iterable[np.ndarray]) -> bytes:
+def _output(program: Path, arrays: Iterable[np.ndarray]) -> bytes:
     """What a program writes when it gets the arrays."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / end for end in ("in", "out")]
         paths[0].write_bytes(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
-        command = [program(name), *paths]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        run = subprocess.run([program, *paths], capture_output=True, text=True, timeout=600)
         assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
         return paths[1].read_bytes()
 
@@ -149,7 +152,7 @@ def plans(
         header += [step.tiles_m or 0, step.tiles_n, step.lag]
     header += [0] * 3 * (MAX_STEPS - len(steps))
     shapes = [*plan_shapes(dims, steps), (NUM_CLEARED,)] * num_plans
-    raw = _output("plan", (np.array(header, np.int32), expert_idx))
+    raw = _output(program("plan"), (np.array(header, np.int32), expert_idx))
     arrays = _split(raw, [(shape, np.dtype(np.int32)) for shape in shapes])
     found = []
     for p in range(num_plans):
@@ -225,8 +228,8 @@ class Call:
         trace = trace_result(dims, steps).shape[0] if self.trace else 0
         numbers = [self.is_backward, len(steps), self.float_gradients or dims.max_passes > 1]
         numbers += [keeps, len(launches), trace]
-        for tiles in ([s.tiles_m or 0 for s in steps], [s.tiles_n for s in steps]):
-            numbers += [*tiles, *[0] * (MAX_STEPS - len(steps))]
+        for of_steps in zip(*((s.tiles_m or 0, s.tiles_n, s.lag) for s in steps), strict=True):
+            numbers += [*of_steps, *[0] * (MAX_STEPS - len(steps))]
         parts = [*launches, *[0] * (8 - len(launches))]
         return np.array(numbers, np.int32).tobytes() + np.array(parts, np.int64).tobytes()
 
@@ -314,6 +317,7 @@ def _run(
     *,
     pool_factor: float = POOL_FACTOR,
     multiprocessors: int = 4,
+    one_gpu: bool = False,
     seed: int = 0,
     failed_ranks: Sequence[int] = (),
     deadline_rounds: int = 0,
@@ -324,8 +328,9 @@ def _run(
 
     Args:
       pool_factor: as of `MegaMoEConfig`.
-      multiprocessors: the blocks of a device's kernel, all resident.
-      seed: of the order in which everything happens.
+      multiprocessors: of each rank; the blocks of its kernel, all resident.
+      one_gpu: not on the emulated machine but on a GPU, whose multiprocessors the ranks share.
+      seed: of the order in which everything happens; on a GPU, of delays.
       failed_ranks: their waits give up soon in every call, as after the first one that did.
       deadline_rounds: after which a wait gives up, in turns of the machine; 0: never.
       combine_dtype: as in `MegaMoEConfig`.
@@ -336,7 +341,7 @@ def _run(
     header += [dims.pool_routes, multiprocessors, seed, _fault]
     header += [sum(1 << rank for rank in failed_ranks), deadline_rounds]
     header += [peer_array_bytes(dims, combine_dtype), combine_dtype == "bfloat16"]
-    header += [sum(1 << rank for rank in ended_ranks)]
+    header += [sum(1 << rank for rank in ended_ranks), not one_gpu]
     arrays: list[np.ndarray] = [np.array(header, np.int32)]
     results = []
     for call in calls:
@@ -344,12 +349,13 @@ def _run(
         ids = call.batch.expert_idx.astype(np.int32).reshape(dims.R, dims.T, dims.K)
         operands = call.operands()
         for rank in range(dims.R):
-            for pass_idx in range(dims.max_passes):
+            for pass_idx in range(0 if one_gpu else dims.max_passes):
                 arrays += make_plan(ids, dims, rank, call.steps(dims), pass_idx)
             arrays += [np.split(a, dims.R)[rank] for a in operands]
         results.append(call.results(dims))
     shapes = [result for of_call in results for result in of_call * dims.R]
-    *found, failed_epochs = _split(_output("main", arrays), [*shapes, ((dims.R,), U32)])
+    raw = _output(ONE_GPU if one_gpu else program("main"), arrays)
+    *found, failed_epochs = _split(raw, [*shapes, ((dims.R,), U32)])
     found_by_call = []
     for of_call in results:
         own, found = found[: len(of_call) * dims.R], found[len(of_call) * dims.R :]

@@ -84,8 +84,10 @@ CudaStatus RunPass(cudaStream_t stream, const LayerCall& c, int num_multiprocess
 
 CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, const void* dy,
                        int64_t num_counters, LayerParams* params, const Launch& launch) {
-  int num_multiprocessors = 0;
-  if (CudaStatus status = NumMultiprocessors(&num_multiprocessors); !status.ok()) return status;
+  int num_multiprocessors = c.num_multiprocessors;
+  if (num_multiprocessors == 0) {
+    if (CudaStatus status = NumMultiprocessors(&num_multiprocessors); !status.ok()) return status;
+  }
   if (CudaStatus status = ClearTrace(stream, c); !status.ok()) return status;
   if (c.plan.dims.R > 1) {
     const ShareParams inputs = {c.plan.dims,     c.H,    x,       dy,     c.expert_idx,

@@ -19,6 +19,7 @@ struct LayerCall {
   int I;
   int num_blocks;  // B of the summation tree
   int64_t pool_rows;
+  int num_multiprocessors;     // that its kernels count on; 0: all of the device
   const int32_t* expert_idx;   // [T, K]
   const float* expert_weight;  // [T, K]
   PeerArrays peers;            // with more than one rank

@@ -1,18 +1,8 @@
-// Runs calls of the forward and of the backward, one after another on each of the emulated devices
-// of an expert group: emulator IN OUT.
-//
-// IN holds the numbers of `Header` and, for each call, those of `CallHeader` and of each rank the
-// arrays of its plan in each pass and its operands; OUT gets the results in that order, then of
-// each rank the epoch of the last call that has failed. tests/emulated.py writes and reads them.
-// All else that a call takes is full of NaN.
-#include <array>
+// The calls of tests/ranks/calls.h on an emulated machine, a device for each rank: main IN OUT.
 #include <bit>
-#include <cstdio>
 
+#include "calls.h"
 #include "comm/share_inputs.cuh"
-#include "host/backward.h"
-#include "host/forward.h"
-#include "host/peer_arrays.h"
 #include "kernel/backward.h"
 #include "kernel/backward_steps.cuh"
 #include "kernel/forward.h"
@@ -23,72 +13,15 @@
 
 namespace {
 
-struct Header {
-  int32_t num_calls, R, T, K, E, H, I, num_blocks, pool_routes;
-  int32_t multiprocessors, seed, fault;
-  int32_t failed_ranks;     // a bit for each: its waits give up soon, in all calls
-  int32_t deadline_rounds;  // of a wait; 0: none
-  int32_t peer_bytes;       // as jax_megamoe/memory.py has them
-  int32_t bf16_sums;
-  int32_t ended_ranks;  // a bit for each: the host says that waits for it are in vain
-};
-
-struct CallHeader {
-  int32_t is_backward, num_steps, float_gradients, keep_gate_up, num_launches;
-  int32_t trace_records;  // rows of the trace, the last result; 0: none
-  int32_t tiles_m[megamoe::kMaxSteps], tiles_n[megamoe::kMaxSteps];
-  int64_t launches[8];
-};
+constexpr int kPlanTurns = 30;  // of each of its threads
 
 int num_multiprocessors;
-constexpr int kNumPlanArrays = megamoe::kNumPlanFields - 1;  // all but the scratch
-constexpr int kPlanTurns = 30;                               // of each of its threads
-
 std::vector<std::deque<emulator::Work>> streams;  // of each rank
-int current_rank;                                 // whose calls are enqueued
+// Of the call that is enqueued.
+int current_rank;
+std::vector<ranks::PlanPointers> plan_of_pass;  // what its plan shall hold
 
-using megamoe::LayerCall;
-
-// The fields of PlanArrays.
-using PlanPointers = std::array<void*, megamoe::kNumPlanFields>;
-std::vector<PlanPointers> plan_of_pass;  // of the call that is enqueued: what its plan shall hold
-
-void* Allocate(size_t bytes) {
-  void* memory = std::aligned_alloc(1024, (bytes + 1024) / 1024 * 1024);
-  std::memset(memory, 0xff, bytes);
-  return memory;
-}
-
-template <typename T>
-T* Read(FILE* file, int64_t count) {
-  void* data = Allocate(count * sizeof(T));
-  const size_t wanted = static_cast<size_t>(count);
-  if (std::fread(data, sizeof(T), wanted, file) != wanted) emulator::Fail("IN is too short");
-  return static_cast<T*>(data);
-}
-
-// The results of a call, in their order.
-class Results {
- public:
-  void* Add(int64_t bytes) {
-    parts_.push_back({Allocate(bytes), static_cast<size_t>(bytes)});
-    return parts_.back().data;
-  }
-  void Write(const char* path) const {
-    FILE* file = std::fopen(path, "wb");
-    for (const Part& part : parts_) std::fwrite(part.data, 1, part.bytes, file);
-    std::fclose(file);
-  }
-
- private:
-  struct Part {
-    void* data;
-    size_t bytes;
-  };
-  std::vector<Part> parts_;
-};
-
-constexpr uint32_t kFirstEpoch = 1;
+void Enqueue(emulator::Work work) { streams[current_rank].push_back(std::move(work)); }
 
 // What a rank's waits need.
 struct WaitState {
@@ -96,99 +29,6 @@ struct WaitState {
   uint32_t failed_epoch;
 };
 std::vector<WaitState> waits;
-
-LayerCall ReadLayer(FILE* file, const Header& h, const CallHeader& c, int rank, uint32_t epoch) {
-  LayerCall call = {};
-  call.plan.dims = {h.T, h.K, h.E, h.R};
-  call.plan.pool_routes = h.pool_routes;
-  call.plan.rank = rank;
-  call.plan.num_steps = c.num_steps;
-  for (int s = 0; s < c.num_steps; ++s) call.plan.steps[s] = {c.tiles_m[s], c.tiles_n[s], 0};
-  const auto fields = megamoe::PlanFields(call.plan);
-  plan_of_pass.assign(megamoe::MaxPasses(call.plan), {});
-  for (PlanPointers& plan : plan_of_pass) {
-    for (int i = 0; i < kNumPlanArrays; ++i) plan[i] = Read<int32_t>(file, fields[i].elements);
-  }
-  PlanPointers arrays = {};
-  for (int i = 0; i < kNumPlanArrays; ++i) {
-    arrays[i] = Allocate(fields[i].elements * sizeof(int32_t));
-  }
-  call.plan_arrays = std::bit_cast<megamoe::PlanArrays>(arrays);
-  call.H = h.H;
-  call.I = h.I;
-  call.num_blocks = h.num_blocks;
-  call.pool_rows = megamoe::PoolRows(call.plan);
-  call.expert_idx = Read<int32_t>(file, h.T * h.K);
-  call.expert_weight = Read<float>(file, h.T * h.K);
-  call.launches = c.launches;
-  call.num_launches = c.num_launches;
-  const uint64_t deadline =
-      h.deadline_rounds == 0 ? ~uint64_t{0} : h.deadline_rounds * emulator::kRoundNs;
-  const uint32_t num_tied = h.R > 1 ? epoch - 1 : 0;
-  call.wait = {&waits[rank].page, &waits[rank].failed_epoch, deadline, epoch, rank, num_tied};
-  return call;
-}
-
-// A call that is traced gets it behind its other results.
-megamoe::TraceBuffer Trace(const Header& h, const CallHeader& c, Results* out) {
-  if (c.trace_records == 0) return {};
-  void* records = out->Add(int64_t{c.trace_records} * sizeof(megamoe::TraceRecord));
-  const uint32_t others = h.R > 1 ? 1 + megamoe::kTrafficRecords : 1;
-  return {static_cast<megamoe::TraceRecord*>(records), c.trace_records - others};
-}
-
-constexpr int64_t kBf16Bytes = 2;
-
-void* ReadBf16(FILE* file, int64_t count) { return Read<uint16_t>(file, count); }
-void* Pool(const LayerCall& layer, int64_t columns) {
-  return Allocate(layer.pool_rows * columns * kBf16Bytes);
-}
-
-megamoe::ForwardCall Forward(FILE* file, const Header& h, const CallHeader& c,
-                             const LayerCall& layer, Results* out) {
-  megamoe::ForwardCall call = {};
-  static_cast<LayerCall&>(call) = layer;
-  const int64_t weights = int64_t{h.E} / h.R * h.H * h.I;
-  call.x = ReadBf16(file, int64_t{h.T} * h.H);
-  call.w_gate = ReadBf16(file, weights);
-  call.w_up = ReadBf16(file, weights);
-  call.w_down = ReadBf16(file, weights);
-  call.y = out->Add(int64_t{h.T} * h.H * kBf16Bytes);
-  call.pool = Pool(layer, h.H);
-  call.h = Pool(layer, h.I);
-  if (c.keep_gate_up != 0) call.gate_up = out->Add(layer.pool_rows * 2 * h.I * kBf16Bytes);
-  call.counters = static_cast<uint32_t*>(Allocate(megamoe::NumForwardCounters(call.pool_rows) * 4));
-  call.trace = Trace(h, c, out);
-  return call;
-}
-
-megamoe::BackwardCall Backward(FILE* file, const Header& h, const CallHeader& c,
-                               const LayerCall& layer, Results* out) {
-  megamoe::BackwardCall call = {};
-  static_cast<LayerCall&>(call) = layer;
-  const int64_t weights = int64_t{h.E} / h.R * h.H * h.I;
-  const int64_t tiles_n = megamoe::NumDgradDownTiles(h.I);
-  call.x = ReadBf16(file, int64_t{h.T} * h.H);
-  call.w_gate = ReadBf16(file, weights);
-  call.w_up = ReadBf16(file, weights);
-  call.w_down = ReadBf16(file, weights);
-  call.dy = ReadBf16(file, int64_t{h.T} * h.H);
-  if (c.keep_gate_up != 0) call.gate_up = ReadBf16(file, layer.pool_rows * 2 * h.I);
-  call.dx = out->Add(int64_t{h.T} * h.H * kBf16Bytes);
-  call.dw = static_cast<float*>(out->Add(int64_t{h.T} * h.K * sizeof(float)));
-  call.float_gradients = c.float_gradients != 0;
-  if (c.num_steps == 4) {
-    const int64_t bytes = weights * (call.float_gradients ? 4 : 2);
-    for (void** gradient : {&call.dw_gate, &call.dw_up, &call.dw_down}) *gradient = out->Add(bytes);
-  }
-  for (void** pool : {&call.x_pool, &call.dy_pool, &call.dx_pool}) *pool = Pool(layer, h.H);
-  for (void** pool : {&call.dg, &call.du, &call.wh}) *pool = Pool(layer, h.I);
-  call.dw_partial = static_cast<float*>(Allocate(layer.pool_rows * tiles_n * sizeof(float)));
-  const int64_t counters = megamoe::NumBackwardCounters(layer.pool_rows, h.E / h.R);
-  call.counters = static_cast<uint32_t*>(Allocate(counters * sizeof(uint32_t)));
-  call.trace = Trace(h, c, out);
-  return call;
-}
 
 CUresult Encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
                 const cuuint64_t* dims, const cuuint64_t* strides_bytes, const cuuint32_t* box,
@@ -218,16 +58,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** entry, unsigned
   *entry = reinterpret_cast<void*>(Encode);
   return cudaSuccess;
 }
-cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = num_multiprocessors;
-  return cudaSuccess;
-}
+// Calls say how many multiprocessors they count on.
+cudaError_t cudaGetDevice(int*) { return cudaErrorInvalidDevice; }
+cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) { return cudaErrorInvalidDevice; }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
-  streams[current_rank].push_back({[=] { std::memset(data, value, bytes); }, 0});
+  Enqueue({[=] { std::memset(data, value, bytes); }, 0});
   return cudaSuccess;
 }
 const char* cudaGetErrorName(cudaError_t) { return "an error"; }
@@ -270,16 +105,15 @@ CudaStatus plan::Launch(cudaStream_t, const PlanProblem& problem, int pass,
     if (pass > 0 && waits[rank].failed_epoch != 0) arrays.totals[2] = 0;
     if (pass > 0 && pass >= arrays.totals[2]) return;
     const auto fields = PlanFields(problem);
-    const auto to = std::bit_cast<PlanPointers>(arrays);
-    for (int i = 0; i < kNumPlanArrays; ++i) {
+    const auto to = std::bit_cast<ranks::PlanPointers>(arrays);
+    for (int i = 0; i < ranks::kNumPlanArrays; ++i) {
       std::memcpy(to[i], from[i], fields[i].elements * sizeof(int32_t));
     }
     std::memset(cleared.words, 0, cleared.count * sizeof(uint32_t));
   };
-  streams[current_rank].push_back({make, 0});
+  Enqueue({make, 0});
   if (problem.dims.R > 1) {
-    streams[current_rank].push_back(
-        {[=] { CheckRoutes(problem, pass, expert_idx, arrays); }, num_multiprocessors});
+    Enqueue({[=] { CheckRoutes(problem, pass, expert_idx, arrays); }, num_multiprocessors});
   }
   return {};
 }
@@ -299,13 +133,13 @@ void RunForwardKernel(const Maps& maps, const Params& params) {
 
 CudaStatus LaunchShareInputs(cudaStream_t, int blocks, const ShareParams& params) {
   static_assert(kShareThreads == emulator::kBlockThreads);
-  streams[current_rank].push_back({[=] { ShareInputs(params); }, blocks});
+  Enqueue({[=] { ShareInputs(params); }, blocks});
   return {};
 }
 
 CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
                          const ForwardParams& params, bool) {
-  streams[current_rank].push_back({[=] { RunForwardKernel<ForwardSteps>(maps, params); }, blocks});
+  Enqueue({[=] { RunForwardKernel<ForwardSteps>(maps, params); }, blocks});
   return {};
 }
 
@@ -326,7 +160,7 @@ CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
                    : RunBackwardKernel<Bf16Gradients, false>);
   const auto adding = Skeleton<BackwardSteps<AddedGradients, false, true>>::Run;
   const auto chosen = params.pass > 0 ? adding : run;
-  streams[current_rank].push_back({[=] { chosen(maps, params); }, blocks});
+  Enqueue({[=] { chosen(maps, params); }, blocks});
   return {};
 }
 
@@ -334,80 +168,53 @@ CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
 
 namespace {
 
-// No rank needs what another one holds of a call that has ended there, nor has written of the next:
-// all but the flags.
-void Spoil(const Header& h, int rank, const megamoe::PeerArrays& a) {
-  const auto spoil = [](void* data, int64_t bytes) { std::memset(data, 0xff, bytes); };
-  const int64_t slots = int64_t{h.T} * h.K;
-  const int64_t elements = int64_t{h.T} * h.H;
-  spoil(a.x[rank], elements * kBf16Bytes);
-  spoil(a.dy[rank], elements * kBf16Bytes);
-  spoil(a.expert_idx[rank], h.R * slots * sizeof(int32_t));
-  spoil(a.expert_weight[rank], h.R * slots * sizeof(float));
-  spoil(a.sums[rank], h.R * elements * (h.bf16_sums != 0 ? kBf16Bytes : sizeof(float)));
-  spoil(a.dw[rank], slots * sizeof(float));
-}
+class Emulated final : public ranks::Machine {
+ public:
+  explicit Emulated(const ranks::Header& header) : h_(header) {
+    waits.resize(h_.R);
+    for (WaitState& wait : waits) wait.page.ended_ranks = static_cast<uint32_t>(h_.ended_ranks);
+    streams.resize(h_.R);
+    num_multiprocessors = h_.multiprocessors;
+    emulator::Seed(h_.seed);
+    megamoe::seeded_fault = h_.fault;
+  }
 
-// Reads a call of a rank and enqueues it.
-void Enqueue(FILE* file, const Header& h, const CallHeader& c, const megamoe::Peers& peers,
-             Results* out) {
-  current_rank = peers.rank;
-  const megamoe::RoutingDims dims = {h.T, h.K, h.E, h.R};
-  LayerCall layer = ReadLayer(file, h, c, peers.rank, peers.epoch);
-  layer.peers = megamoe::PeerArraysOf(peers, dims, h.H, h.bf16_sums != 0);
-  if ((h.failed_ranks >> peers.rank & 1) != 0) {
-    const auto fail = [peers] { waits[peers.rank].failed_epoch = peers.epoch; };
-    streams[current_rank].push_back({fail, 0});
+  void* Allocate(int64_t bytes) override {
+    void* memory = std::aligned_alloc(1024, (bytes + 1024) / 1024 * 1024);
+    std::memset(memory, 0xff, bytes);
+    return memory;
   }
-  const megamoe::CudaStatus status =
-      c.is_backward != 0 ? megamoe::RunBackward(nullptr, Backward(file, h, c, layer, out))
-                         : megamoe::RunForward(nullptr, Forward(file, h, c, layer, out));
-  if (!status.ok()) emulator::Fail(status.call);
-  const auto spoil = [&h, rank = peers.rank, arrays = layer.peers] { Spoil(h, rank, arrays); };
-  streams[current_rank].push_back({spoil, 0});
-}
-
-// Shows each rank what it sees of the others, and runs all calls.
-void RunRanks(FILE* file, const Header& h, Results* out) {
-  waits.resize(h.R);
-  for (WaitState& wait : waits) wait.page.ended_ranks = static_cast<uint32_t>(h.ended_ranks);
-  megamoe::Peers peers = {};
-  peers.bytes = megamoe::PeerArrayBytes({h.T, h.K, h.E, h.R}, h.H, h.bf16_sums != 0);
-  if (peers.bytes != h.peer_bytes) emulator::Fail("jax_megamoe/memory.py has other bytes");
-  peers.num_ranks = h.R;
-  for (int r = 0; r < h.R; ++r) {
-    // As fresh memory is; what calls before have left is never taken for this one's.
-    peers.base[r] = static_cast<std::byte*>(Allocate(peers.bytes));
-    std::memset(peers.base[r], 0, peers.bytes);
+  void CopyIn(void* to, const void* from, int64_t bytes) override { std::memcpy(to, from, bytes); }
+  void CopyOut(void* to, const void* from, int64_t bytes) override { std::memcpy(to, from, bytes); }
+  megamoe::WaitContext Begin(int rank, uint32_t epoch,
+                             const std::vector<ranks::PlanPointers>& plans) override {
+    current_rank = rank;
+    plan_of_pass = plans;
+    if ((h_.failed_ranks >> rank & 1) != 0) Enqueue({[=] { waits[rank].failed_epoch = epoch; }, 0});
+    const uint64_t deadline =
+        h_.deadline_rounds == 0 ? ~uint64_t{0} : h_.deadline_rounds * emulator::kRoundNs;
+    const uint32_t num_tied = h_.R > 1 ? epoch - 1 : 0;
+    return {&waits[rank].page, &waits[rank].failed_epoch, deadline, epoch, rank, num_tied};
   }
-  streams.resize(h.R);
-  for (int i = 0; i < h.num_calls; ++i) {
-    const CallHeader& c = *Read<CallHeader>(file, 1);
-    peers.epoch = kFirstEpoch + i;
-    for (int r = 0; r < h.R; ++r) {
-      peers.rank = r;
-      Enqueue(file, h, c, peers, out);
-    }
-  }
-  emulator::RunStreams(streams);
-  for (const WaitState& wait : waits) {
+  cudaStream_t Stream() override { return nullptr; }
+  void Run() override { emulator::RunStreams(streams); }
+  uint32_t FailedEpoch(int rank) override {
+    const WaitState& wait = waits[rank];
     const bool is_late =
         wait.page.record_epoch != 0 && wait.page.record.cause == megamoe::FaultCause::kDeadline;
-    if (is_late && wait.page.long_wait == 0) emulator::Fail("nobody was told of a long wait");
-    std::memcpy(out->Add(sizeof(uint32_t)), &wait.failed_epoch, sizeof(uint32_t));
+    if (is_late && wait.page.long_wait == 0) ranks::Fail("nobody was told of a long wait");
+    return wait.failed_epoch;
   }
-}
+
+ private:
+  const ranks::Header h_;
+};
+
+ranks::Machine& Start(const ranks::Header& header) { return *new Emulated(header); }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  FILE* file = argc == 3 ? std::fopen(argv[1], "rb") : nullptr;
-  if (file == nullptr) emulator::Fail("usage: emulator IN OUT");
-  const Header& h = *Read<Header>(file, 1);
-  num_multiprocessors = h.multiprocessors;
-  emulator::Seed(h.seed);
-  megamoe::seeded_fault = h.fault;
-  Results results;
-  RunRanks(file, h, &results);
-  results.Write(argv[2]);
+  if (argc != 3) ranks::Fail("usage: main IN OUT");
+  ranks::RunFile(argv[1], argv[2], Start);
 }
