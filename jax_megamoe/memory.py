@@ -202,7 +202,6 @@ def peer_array_bytes(dims: Dims, combine_dtype: str) -> int:
         ArraySize("blocks_done", (1,), _I32),
         ArraySize("inputs_done", (R,), _I32),
         ArraySize("sums_done", (R, T), _I32),
-        ArraySize("whole", (T,), _I32),
         # Calls take turns with two.
         *[ArraySize("expert_idx", (R, T, K), _I32)] * 2,
         *[ArraySize("expert_weight", (R, T, K), _F32)] * 2,

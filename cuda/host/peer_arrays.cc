@@ -12,7 +12,7 @@ constexpr int kRoutings = 2;
 
 // Bytes from the beginning of a workspace. Flags come first, so that they lie apart from data.
 struct Offsets {
-  int64_t blocks_done, inputs_done, sums_done, whole, dw, x, dy, sums, end;
+  int64_t blocks_done, inputs_done, sums_done, dw, x, dy, sums, end;
   int64_t expert_idx[kRoutings], expert_weight[kRoutings];
 };
 
@@ -29,7 +29,6 @@ Offsets OffsetsOf(const RoutingDims& d, int H, bool bf16_sums) {
   o.blocks_done = place(sizeof(uint32_t));
   o.inputs_done = place(d.R * sizeof(uint32_t));
   o.sums_done = place(d.R * tokens * sizeof(uint32_t));
-  o.whole = place(tokens * sizeof(uint32_t));
   for (int i = 0; i < kRoutings; ++i) {
     o.expert_idx[i] = place(d.R * slots * sizeof(int32_t));
     o.expert_weight[i] = place(d.R * slots * sizeof(float));
@@ -64,7 +63,6 @@ PeerArrays PeerArraysOf(const Peers& peers, const RoutingDims& dims, int H, bool
     a.sums_done[r] = reinterpret_cast<uint32_t*>(base + o.sums_done);
   }
   a.blocks_done = reinterpret_cast<uint32_t*>(peers.base[peers.rank] + o.blocks_done);
-  a.whole = reinterpret_cast<uint32_t*>(peers.base[peers.rank] + o.whole);
   a.epoch = peers.epoch;
   a.bf16_sums = bf16_sums;
   return a;

@@ -13,17 +13,20 @@
 
 namespace megamoe {
 
+// A lane sums so many columns at a time, those of a batch in turns of the warp.
+constexpr int kLaneColumns = 16;
+constexpr int kTurnColumns = kWarpThreads * kLaneColumns;
+
 // Batch::Route::next: the level of the tree at which the next row joins this one, 0 in the same
 // block; or that there is none.
 enum NextRow : uint32_t { kNoRow = kTreeLevels + 1, kNoRowAddZero };
 
 // Of vectors of kColumns columns, side by side within a warp: what one of its instructions loads or
-// stores lies together. A lane sums two at a time, those of a batch in turns of the warp.
+// stores lies together.
 template <int kColumns>
 struct BatchSum {
-  static constexpr int kVectors = 2;
+  static constexpr int kVectors = kLaneColumns / kColumns;
   static constexpr int kStride = kWarpThreads * kColumns;  // from one vector to the next
-  static constexpr int kTurnColumns = kVectors * kStride;
   struct Words {
     uint32_t v[kColumns / 2];  // two bf16 each
   };
@@ -66,25 +69,6 @@ struct BatchSum {
     for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) v[i][j] += 0.0f;
-    }
-  }
-  __device__ __forceinline__ void AddFloats(int i, float4 other) {
-    static_assert(kColumns == 4);
-    v[i][0] += other.x;
-    v[i][1] += other.y;
-    v[i][2] += other.z;
-    v[i][3] += other.w;
-  }
-  // Of what a rank adds to the sums of another one.
-  __device__ __forceinline__ void RoundToBf16() {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-      for (int j = 0; j < kColumns; j += 2) {
-        const uint32_t rounded = ptx::PackBf16(v[i][j], v[i][j + 1]);
-        v[i][j] = ptx::LowBf16(rounded);
-        v[i][j + 1] = ptx::HighBf16(rounded);
-      }
     }
   }
   // A vector of the sums, as they are or rounded to bf16.

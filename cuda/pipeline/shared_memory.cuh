@@ -69,7 +69,6 @@ struct alignas(16) Batch {
   uint8_t rows[kBatchBytes];
   Route routes[kWarpThreads];  // in the order of the sum, as the rows
   Shape shape;
-  int32_t other;  // with peers: see roles/combine.cuh
 };
 static_assert(kConsumerWarps * kHelperBatches * sizeof(Batch) <= kNumStages * kStageBytes);
 

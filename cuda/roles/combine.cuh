@@ -58,10 +58,6 @@ class CombineRole {
   // A release of system scope takes a round trip over NVLink; one does for so many tokens.
   static constexpr int kMaxSummed = 4;
 
-  // With peers, where the sums of a token go: to its rank, or, rounded, to their owner, which has
-  // all other sums of it: none, or those of one rank, whose number is then Batch::other.
-  enum Other : int { kToRank = -2, kNone = -1 };
-
   using Sum = BatchSum<Steps::kSumColumns>;
 
   // ---- tokens: claim -> place in the order -> routes, each a memory latency ahead of its use ----
@@ -95,7 +91,6 @@ class CombineRole {
     PlaceRoutes();
     from_ = Steps::Rows(p_) + FirstVector(row_);
     to_ = token_ >= 0 ? Steps::SumsOf(p_, token_) : nullptr;
-    if constexpr (Steps::kHasPeers) FindOther();
     column_ = 0;
     PrefetchToken();
     is_ready_ = LookForRows();  // a memory latency, the same in which the next token comes
@@ -154,7 +149,6 @@ class CombineRole {
   // each lane copies the row it looked after.
   __device__ __forceinline__ bool LookForRows() {
     const bool are_done = __all_sync(kAllLanes, row_ < 0 || IsRaised(RowDone()));
-    if constexpr (Steps::kHasPeers) LookForOther();
     if (are_done) ptx::FenceAsyncGlobal();
     return are_done;
   }
@@ -165,7 +159,6 @@ class CombineRole {
     if (num_in_flight_ > 0) return is_ready_ = LookForRows();
     if constexpr (Steps::kHasPeers) RaiseFlags();
     WaitForFlags(row_ >= 0, RowDone(), /*pause_ns=*/200, p_.wait, -1, max(row_, 0) / kTileRows);
-    if constexpr (Steps::kHasPeers) LookForOther();
     ptx::FenceAsyncGlobal();
     return is_ready_ = true;
   }
@@ -187,14 +180,9 @@ class CombineRole {
     const int columns =
         __shfl_sync(kAllLanes, min(static_cast<int>(row_bytes_ / 2), p_.H - column_), 0);
     const unsigned vector = static_cast<unsigned>(column_) / kVector;
-    if constexpr (Steps::kHasPeers) {
-      if (column_ == 0) ChooseOwner();
-      if (lane_ == 0) batch.other = other_;
-    }
     if (lane_ == 0) {
-      batch.shape = {to_ + vector * (other_ == kToRank ? Steps::SumVectors(p_) : 1),
-                     static_cast<int16_t>(columns), static_cast<uint16_t>(row_bytes_),
-                     column_ + columns == p_.H ? token_ : -1};
+      batch.shape = {to_ + vector * Steps::SumVectors(p_), static_cast<int16_t>(columns),
+                     static_cast<uint16_t>(row_bytes_), column_ + columns == p_.H ? token_ : -1};
       ptx::BarrierArriveExpect(barrier, num_routes_ * columns * 2);
       const int bytes = columns * 2 * Steps::SumVectors(p_);
       Steps::template Count<&PeerTraffic::sums_sent>(p_, token_, bytes);
@@ -221,9 +209,8 @@ class CombineRole {
     ptx::BarrierWait(batch_full_ + sum_.index() * sizeof(uint64_t), sum_.parity());
     const Batch& batch = batches_[sum_.index()];
     const Batch::Shape shape = batch.shape;
-    const int other = Steps::kHasPeers ? batch.other : kToRank;
     if constexpr (Steps::kHasPeers) {
-      trace.MarkIfOfPeer([&] { return other == kToRank && Steps::IsOfPeer(p_, shape.to); });
+      trace.MarkIfOfPeer([&] { return Steps::IsOfPeer(p_, shape.to); });
     }
     Delay(DelaySite::kCombine, ~static_cast<uint32_t>(shape.ended));
     const uint32_t rows_address = ptx::SharedAddress(batch.rows) + lane_ * Steps::kSumColumns * 2;
@@ -231,17 +218,10 @@ class CombineRole {
 #pragma unroll 1
     do {
       BatchRows<Sum> rows = {rows_address + first * 2, batch.routes, shape.row_bytes};
-      Others others;
-      if constexpr (Steps::kHasPeers) others = LoadOthers(shape, other, first);
       Sum sum = SumOfNode<kTreeLevels>(rows);
       if (rows.next == kNoRowAddZero) sum.AddZero();
       if constexpr (!Steps::kHasPeers) {
         Store(shape, first, shape.to, [&](int i) { return sum.Packed(i); });
-      } else if (other != kToRank) {
-        if (p_.peers.bf16_sums) sum.RoundToBf16();
-        if (other != kNone) AddOthers(others, sum);
-        auto* const to = reinterpret_cast<uint2*>(shape.to);
-        Store(shape, first, to, [&](int i) { return sum.Packed(i); });
       } else if (p_.peers.bf16_sums) {
         auto* const to = reinterpret_cast<uint2*>(shape.to);
         Store(shape, first, to, [&](int i) { return sum.Packed(i); });
@@ -249,12 +229,12 @@ class CombineRole {
         auto* const to = reinterpret_cast<float4*>(shape.to);
         Store(shape, first, to, [&](int i) { return sum.Floats(i); });
       }
-      first += Sum::kTurnColumns;
+      first += kTurnColumns;
     } while (first < shape.columns);
     // The batch is free for the next copy: every lane has read it.
     __syncwarp();
     if constexpr (Steps::kHasPeers) {
-      if (shape.ended >= 0) HasSummed(shape.ended, other != kToRank);
+      if (shape.ended >= 0) HasSummed(shape.ended);
     }
     sum_.Advance();
     --num_in_flight_;
@@ -273,90 +253,10 @@ class CombineRole {
     }
   }
 
-  // ---- with peers: own tokens whose other sums are there ----
-
-  // What a lane adds to a sum.
-  struct Others {
-    float4 v[Sum::kVectors];
-  };
-
-  // Whose sums the current token needs beside these, if only one rank has others.
-  __device__ __forceinline__ void FindOther() {
-    has_come_ = false;
-    other_ = kToRank;
-    if (token_ < 0 || token_ / p_.dims.T != p_.wait.rank) return;
-    const bool is_route = next_expert_ >= 0 && next_expert_ < p_.dims.E;
-    const int owner = is_route ? next_expert_ / p_.dims.experts_per_rank() : p_.wait.rank;
-    const unsigned others = __ballot_sync(kAllLanes, owner != p_.wait.rank);
-    const int other = __shfl_sync(kAllLanes, owner, max(__ffs(others) - 1, 0));
-    if (others == 0) {
-      other_ = kNone;
-    } else if (__all_sync(kAllLanes, owner == p_.wait.rank || owner == other)) {
-      other_ = other;
-    }
-  }
-
-  // Each lane acquires what it will load.
-  __device__ __forceinline__ void LookForOther() {
-    if (other_ < 0 || has_come_) return;
-    const uint32_t* flag = p_.peers.sums_done[p_.wait.rank] + OwnRow(other_, token_);
-    has_come_ = Reached(ptx::LoadAcquireSystem(flag), p_.peers.epoch);
-    has_come_ = __all_sync(kAllLanes, has_come_);
-  }
-
-  // Before the first batch of the token.
-  __device__ __forceinline__ void ChooseOwner() {
-    if (other_ >= 0 && !has_come_) other_ = kToRank;
-    if (other_ == kToRank) return;
-    to_ = Steps::Sums(p_) + OwnRow(0, token_) * (p_.H / kVector);
-  }
-
-  // Of an own token, in what `rank` has sent. [R, T]
-  __device__ __forceinline__ int64_t OwnRow(int rank, int token) const {
-    return int64_t{rank - p_.wait.rank} * p_.dims.T + token;
-  }
-
-  __device__ __forceinline__ Others LoadOthers(const Batch::Shape& shape, int other,
-                                               int first) const {
-    Others others = {};
-    if (other < 0) return others;
-    const int64_t vectors = p_.H / kVector;
-    const int64_t at = other * int64_t{p_.dims.T} * vectors + (shape.to - Steps::Sums(p_));
-    const void* from =
-        static_cast<const uint4*>(p_.peers.sums[p_.wait.rank]) + at * Steps::SumVectors(p_);
-#pragma unroll
-    for (int i = 0; i < Sum::kVectors; ++i) {
-      const int column = first + i * Sum::kStride + lane_ * Steps::kSumColumns;
-      if (column >= shape.columns) continue;
-      const int vector = column / Steps::kSumColumns;
-      others.v[i] = p_.peers.bf16_sums ? Floats(static_cast<const uint2*>(from)[vector])
-                                       : static_cast<const float4*>(from)[vector];
-    }
-    return others;
-  }
-  static __device__ __forceinline__ float4 Floats(uint2 v) {
-    return {ptx::LowBf16(v.x), ptx::HighBf16(v.x), ptx::LowBf16(v.y), ptx::HighBf16(v.y)};
-  }
-
-  // By the tree over the ranks, in which ranks without routes are +0.
-  __device__ __forceinline__ void AddOthers(const Others& others, Sum& sum) const {
-#pragma unroll
-    for (int i = 0; i < Sum::kVectors; ++i) sum.AddFloats(i, others.v[i]);
-    if (p_.dims.R > 2) sum.AddZero();
-  }
-
   // ---- with peers: the flags of the tokens that are summed ----
 
-  __device__ __forceinline__ void HasSummed(int token, bool is_whole) {
-    if (is_whole && lane_ < p_.dims.K) {
-      const int expert = p_.expert_idx[token * p_.dims.K + lane_];
-      const int own_slot = static_cast<int>(OwnRow(0, token)) * p_.dims.K + lane_;
-      Steps::TakeRoute(p_, own_slot, expert >= 0 && expert < p_.dims.E);
-    }
-    if (lane_ == num_summed_) {
-      summed_token_ = token;
-      is_whole_ = is_whole;
-    }
+  __device__ __forceinline__ void HasSummed(int token) {
+    if (lane_ == num_summed_) summed_token_ = token;
     if (++num_summed_ == kMaxSummed) RaiseFlags();
   }
 
@@ -365,7 +265,6 @@ class CombineRole {
   __device__ __forceinline__ void RaiseFlags() {
     // No peer takes what a failed call has summed: it waits until it gives up.
     if (lane_ < num_summed_ && !HasFailed(p_.wait)) {
-      if (is_whole_) p_.peers.whole[OwnRow(0, summed_token_)] = p_.peers.epoch;
       ptx::StoreReleaseSystem(Steps::SumsDone(p_, summed_token_), p_.peers.epoch);
       Steps::template Count<&PeerTraffic::flags_sent>(p_, summed_token_, sizeof(uint32_t));
     }
@@ -391,8 +290,6 @@ class CombineRole {
   uint32_t row_bytes_ = 0;  // in a batch
   int column_ = 0;
   uint4* to_ = nullptr;  // the first of its sums
-  int other_ = kToRank;
-  bool has_come_ = false;  // what `other_` has sent
   // The lane's route: its pool row or -1, that row, its place in the order of the sum.
   int row_ = -1;
   const uint4* from_ = nullptr;
@@ -405,7 +302,6 @@ class CombineRole {
   // Tokens that are summed and whose flags are not raised, one in each of the first lanes.
   int num_summed_ = 0;
   int summed_token_ = 0;
-  bool is_whole_ = false;  // it is with its owner
 };
 
 // Writes 0 to the sums of the tokens that have no route, a warp's share of them. Nobody waits for

@@ -74,8 +74,6 @@ class FinishRole {
       ranks |= static_cast<unsigned>(__any_sync(kAllLanes, owner == r)) << r;
     }
     WaitForSums(ranks, token);
-    // The warp that summed the rows here has done the rest.
-    if (p_.peers.whole[token] == p_.peers.epoch) return;
     Delay(DelaySite::kCombine, token);
     if (p_.peers.bf16_sums) {
       AddUpRanks<Bf16Sums>(token, ranks);

@@ -24,8 +24,6 @@ struct PeerArrays {
   uint32_t* sums_done[kMaxRanks];    // [R, T]: the epoch when both are there
   // The rank's own: blocks of the kernel that shares its inputs, as many as have come to the end.
   uint32_t* blocks_done;
-  // And by token, the epoch in which its sums need no finish. [T]
-  uint32_t* whole;
   uint32_t epoch;  // of this call, the same on all ranks
   bool bf16_sums;  // sums are rounded to bf16, else they are float32
 };

@@ -11,6 +11,8 @@ from tests import compare, emulated
 from tests.cases import F32, ROUTINGS, Batch, normal_of, oracle_of
 from tests.emulated import Call
 
+pytestmark = pytest.mark.gpu
+
 # T of all ranks, K, E, H, I.
 SIZES = (
     (16, 8, 16, 64, 64),
