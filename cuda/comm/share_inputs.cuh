@@ -27,13 +27,28 @@ namespace megamoe {
 
 // Elements of 16 bytes, or of 4: a rank's part of the routing begins at no multiple of 16. Returns
 // how many bytes this thread has copied.
+//
+// A thread loads several before it stores them: one after another they would wait for memory.
 template <typename T>
 __device__ inline int64_t CopyShare(T* to, const void* from, int64_t count) {
+  constexpr int kAtOnce = 8;
+  const int64_t stride = int64_t{gridDim.x} * kShareThreads;
   int64_t bytes = 0;
-  for (int64_t i = int64_t{blockIdx.x} * kShareThreads + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * kShareThreads) {
-    to[i] = static_cast<const T*>(from)[i];
-    bytes += sizeof(T);
+  for (int64_t first = int64_t{blockIdx.x} * kShareThreads + threadIdx.x; first < count;
+       first += kAtOnce * stride) {
+    T elements[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t at = first + i * stride;
+      if (at < count) elements[i] = static_cast<const T*>(from)[at];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t at = first + i * stride;
+      if (at >= count) break;
+      to[at] = elements[i];
+      bytes += sizeof(T);
+    }
   }
   return bytes;
 }
