@@ -34,13 +34,14 @@ def calls_of(batch: Batch) -> list[Call]:
 
 
 def results(batch: Batch, ranks: int, **how: object) -> list[np.ndarray]:
-    how = {"multiprocessors": MULTIPROCESSORS[ranks], **how}
+    # One pass, whose weight gradients are those of one rank.
+    how = {"multiprocessors": MULTIPROCESSORS[ranks], "pool_factor": float(ranks), **how}
     found = emulated.run(calls_of(batch), ranks=ranks, one_gpu=True, **how)
     return [result for of_call in found for result in of_call]
 
 
 def assert_same_bits(found: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> None:
-    """Where several passes may come, weight gradients come in float32 and are rounded here."""
+    """Where several passes may come, weight gradients come in float32, and are rounded here."""
     for i, (a, b) in enumerate(zip(found, right, strict=True)):
         compare.assert_bitwise(a.astype(b.dtype), b, f"result {i}")
 
