@@ -55,6 +55,9 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "sharding": _LEAVES | {"ops"},
     "nnx": _CALL | _ROUTER,
     "__init__": _MODULES,
+    "_machine": {"_ffi"},
+    "_diagnosis": _LEAVES | {"_backend", "_machine"},
+    "doctor": _LEAVES | {"_machine", "_diagnosis"},
 }
 
 CPP_SUFFIXES = {".cu", ".cuh", ".h", ".cc", ".in"}
