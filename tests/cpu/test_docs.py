@@ -100,6 +100,10 @@ def test_the_api_reference_has_every_public_name() -> None:
             assert f"### {node.names[0].asname}\n" in page
     for name in ("QWEN3_MOE", "MegaMoE", "import_weights", "Layout"):
         assert f"### {name}\n" in page
-    for text in ("MegaMoE.__call__(x: jax.Array", "axis_name: str | None=None,", "    num_groups: int = 1\n"):
+    for text in (
+        "MegaMoE.__call__(x: jax.Array",
+        "axis_name: str | None=None,",
+        "    num_groups: int = 1\n",
+    ):
         assert text in page
     assert "_Computed" not in page and "KW_ONLY" not in page
