@@ -143,7 +143,7 @@ def test_variants_are_those_of_a_pass() -> None:
     assert names("backward", saves=["gate_up"], weights=["float32"]) == [kept[3]]
     assert names("forward", only=["lax_ragged_dot"]) == [f"{peer} none, {dtypes[0]}"]
     both = ["jax_megamoe", "jax_megamoe_frozen"]
-    frozen = [name.replace(*both) for name in kept]
+    frozen = [name.replace(both[0], both[1]) for name in kept]
     assert names("forward_backward", only=both) == [*kept, *frozen]
     assert names("forward", only=both) == [f"{ours} none, {d}" for d in dtypes]
 

@@ -106,4 +106,4 @@ def test_the_api_reference_has_every_public_name() -> None:
         "    num_groups: int = 1\n",
     ):
         assert text in page
-    assert "_Computed" not in page and "KW_ONLY" not in page
+    assert "_Sizes" not in page and "KW_ONLY" not in page
