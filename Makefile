@@ -53,9 +53,18 @@ bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-
 		'$(PY)' benchmarks/timeline.py --pass $$pass --png docs/$$pass-timeline.png \
 			--out benchmarks/results/$$pass-timeline.json; \
 	done
+	if [ '$(HOPPERS)' -ge 2 ]; then for pass in forward backward; do \
+		'$(PY)' benchmarks/timeline.py --ranks 2 --pass $$pass --png docs/$$pass-timeline-ep2.png \
+			--out benchmarks/results/$$pass-timeline-ep2.json; \
+	done; \
+	'$(PY)' benchmarks/layer.py --set ranks --out benchmarks/results/layer-ep2.json \
+		--png docs/layer-ep2.png $(ARGS); \
+	'$(PY)' benchmarks/layer.py --set ranks-cliffs --out benchmarks/results/cliffs-ep2.json; \
+	fi
 	'$(PY)' benchmarks/layer.py --out benchmarks/results/layer.json --png docs/layer.png $(ARGS)
 	'$(PY)' benchmarks/layer.py --set cliffs --out benchmarks/results/cliffs.json
 	'$(PY)' benchmarks/training.py --out benchmarks/results/training.json --png docs/training.png
+	'$(PY)' benchmarks/model.py --docs docs/scaling.md
 
 .PHONY: lint lint-python lint-types lint-cpp
 lint: lint-python lint-types lint-cpp ## ruff, pyright, clang-format
@@ -67,7 +76,7 @@ lint-python: env
 lint-types: env
 	'$(PY)' -m pyright --project . --pythonpath '$(PY)'
 
-CPP_SOURCES = find cuda tests/emulator -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h'
+CPP_SOURCES = find cuda tests/emulator tests/ranks -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h'
 
 lint-cpp: env
 	$(CPP_SOURCES) | xargs -r clang-format --dry-run -Werror

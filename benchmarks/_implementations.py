@@ -161,7 +161,7 @@ def _stand_in_for_xprof() -> None:
 def torch_grouped_mm(pass_name: str, _: str, arrays: list[jax.Array]) -> Run:
     """Sort by expert, three grouped products, weighted index_add; compiled by torch.compile."""
     import torch  # pyright: ignore[reportMissingImports]
-    import torch._functorch.config  # pyright: ignore[reportMissingImports]
+    from _torch_run import torch_run
 
     x, ids, w, *weights = (torch.from_dlpack(a) for a in arrays)
     # grouped_mm reads weights with the inner dimension contiguous.
@@ -180,33 +180,7 @@ def torch_grouped_mm(pass_name: str, _: str, arrays: list[jax.Array]) -> Run:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         return y.index_add(0, tokens, o).to(x.dtype)
 
-    def forward() -> Any:
-        with torch.no_grad():
-            return layer(x, ids, w, *weights)
-
-    def forward_backward() -> Any:
-        y = layer(x, ids, w, *weights)
-        return y, *torch.autograd.grad(y, [x, w, *weights], dy)
-
-    def backward() -> Any:
-        return torch.autograd.grad(y, [x, w, *weights], dy, retain_graph=True)
-
-    def wait(_: Any) -> None:
-        if x.is_cuda:
-            torch.cuda.synchronize()
-
-    if pass_name == "forward":
-        return Run(forward, wait)
-    dy = torch.randn_like(x)
-    for tensor in (x, w, *weights):
-        tensor.requires_grad_()
-    if pass_name == "forward_backward":
-        return Run(forward_backward, wait)
-    # A backward that may write over what the forward kept runs only once.
-    with torch._functorch.config.patch(donated_buffer=False):
-        y = layer(x, ids, w, *weights)
-        wait(backward())
-    return Run(backward, wait)
+    return torch_run(layer, pass_name, x, ids, w, *weights)
 
 
 IMPLEMENTATIONS = {

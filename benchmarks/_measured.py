@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from _implementations import IMPLEMENTATIONS, device_copy, jax_megamoe, matmul
 from _report import FROZEN, OURS, Named
 from _shapes import DTYPES, SEED, Shape, bound_ms, inputs
-from _timing import Clock, Figures, Method, Timed, caught, measure
+from _timing import Clock, Figures, Method, Run, Timed, caught, measure
 
 from jax_megamoe.config import SAVES
 
@@ -20,16 +20,23 @@ Make = Callable[[], Timed]
 
 
 class Variant(NamedTuple):
-    """One way to run an implementation, its experts over `ep` GPUs."""
+    """One way to run an implementation, its experts over `ep` GPUs.
+
+    sums: the dtype of the partial sums that ranks of jax_megamoe send each other.
+    """
 
     impl: str
     save: str = "none"
     weights_dtype: str = "bf16"
     ep: int = 1
+    process_model: str = "single_process"
+    sums: str = "float32"
 
     def __str__(self) -> str:
-        over = f", EP{self.ep}" if self.ep > 1 else ""
-        return f"{self.impl}{over}, save {self.save}, {self.weights_dtype} weights"
+        text = f"{self.impl}, save {self.save}, {self.weights_dtype} weights"
+        if self.ep == 1:
+            return text
+        return f"{text}, EP{self.ep}, {self.process_model}, {self.sums} sums"
 
 
 def variants(
@@ -65,7 +72,6 @@ def record(
     shape: Shape,
     result: Figures | str,
     matmul_tflops: float,
-    process_model: str = "single_process",
 ) -> Record:
     """One line of a results file; `result` is the text of an error where there are no figures.
 
@@ -84,7 +90,8 @@ def record(
         "routing": shape.routing,
         "save": variant.save,
         "weights_dtype": variant.weights_dtype,
-        "process_model": process_model,
+        "process_model": variant.process_model,
+        "sums_dtype": variant.sums if variant.impl == OURS and variant.ep > 1 else None,
         "seed": SEED,
     }
     if isinstance(result, str):
@@ -157,24 +164,32 @@ def measure_beside(
     return {v: results[str(v)] for v in makes}, matmul_rate(figures, matmul_size)
 
 
+def forward_of(shape: Shape) -> Run:
+    return jax_megamoe("forward", "none", inputs(shape, "bf16"))
+
+
 def run_against_bound(
     shapes: Sequence[Shape],
     method: Method,
     clock: Clock | None,
     matmul_size: int = MATMUL_SIZE,
     copy_bytes: int = COPY_BYTES,
+    *,
+    pass_name: str = "forward",
+    make: Callable[[Shape], Run] = forward_of,
+    product: Run | None = None,
 ) -> list[Named]:
-    """The records of jax_megamoe's forward, each with its bound and its ratio to that.
+    """The records of a pass of jax_megamoe, each with its bound and its ratio to that.
 
     The bound, _shapes.bound_ms, takes its rates from the same rounds: that of the first shape, and
-    that of a device copy.
+    that of a device copy. make: the pass of a shape; product: of matrices of `matmul_size`.
     """
     base = shapes[0]
-    runs = {"matmul": matmul(matmul_size), "copy": device_copy(copy_bytes)}
+    runs = {"matmul": product or matmul(matmul_size), "copy": device_copy(copy_bytes)}
     errors: dict[str, str] = {}
     for shape in shapes:
         with caught(shape.name, errors):
-            run = jax_megamoe("forward", "none", inputs(shape, "bf16"))
+            run = make(shape)
             run.wait(run.call())
             runs[shape.name] = run
     figures, late_errors = measure(runs, method, clock)
@@ -182,7 +197,8 @@ def run_against_bound(
     rate = matmul_rate(figures, matmul_size)
     records = []
     for shape in shapes:
-        found = record(Variant(OURS), "forward", shape, results[shape.name], rate)
+        variant = Variant(OURS, ep=shape.R)
+        found = record(variant, pass_name, shape, results[shape.name], rate)
         if "ms" in found and base.name in figures and "copy" in figures:
             copy_rate = 2 * copy_bytes / figures["copy"].ms * 1e3
             bound = max(bound_ms(shape, base, figures[base.name].ms, copy_rate).values())

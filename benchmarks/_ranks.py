@@ -1,14 +1,15 @@
 """The layer over the GPUs of one host beside its peers: what `layer.py --set ranks` measures.
 
 Per GPU T tokens, and E experts in all. jax_megamoe and the JAX peer run in one process over all
-GPUs, under shard_map; PyTorch in a process a GPU (_torch_ranks.py, _workers.py). A product, one on
-each GPU at once, is the base of the rates of one GPU. jax_megamoe on one GPU with all experts and T
-tokens (EP1) is measured beside, to say what the exchange costs.
+GPUs, under shard_map; jax_megamoe also, and PyTorch only, in a process a GPU (_jax_ranks.py,
+_torch_ranks.py, _workers.py). A product, one on each GPU at once, is the base of the rates of one
+GPU. jax_megamoe on one GPU with all experts and T tokens (EP1) is measured beside: `over_ep1` of a
+record says what the exchange costs.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,32 +25,44 @@ from _implementations import (
     tokamax_dot,
     with_gradients,
 )
-from _measured import Make, Variant, measure_beside, record
+from _measured import Make, Variant, measure_beside, record, run_against_bound
 from _report import OURS, Named
 from _shapes import RANK_PEERS, SEED, Shape, inputs, normal
-from _timing import Clock, Method, Run
-from _workers import Workers
+from _timing import Clock, Figures, Method, Run
+from _traffic import of_layer
+from _workers import How, Workers
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_megamoe import mega_moe
+from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.plan import ceil_div
 
 AXIS = "expert"
 PASSES = ("forward", "forward_backward")
 GATHERED, EXCHANGED = RANK_PEERS
+PROCESS_MODELS = ("single_process", "process_per_gpu")
+# The options of a layer by the dtype of the sums that its ranks send each other.
+SUMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bf16": {"combine_dtype": "bfloat16"},
+}
 # The JAX peer gathers this share of a balanced rank's rows on top of them, far more than random
 # routing needs (0.3 % at T = 16384, K = 8). It is not dropless: rows beyond would be lost.
 SPARE_ROWS = 1 / 16
 
 
 def expert_mesh(num_ranks: int) -> Mesh:
-    devices = np.array(jax.devices()[:num_ranks])
-    return Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
+    """Of the first devices; of several processes, of the first one of each."""
+    devices = jax.devices()
+    if jax.process_count() > 1:
+        devices = [next(d for d in devices if d.process_index == p) for p in range(num_ranks)]
+    return Mesh(np.array(devices[:num_ranks]), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def on_ranks(mesh: Mesh, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Splits the first dimension of each over the mesh."""
-    return jax.device_put(list(arrays), NamedSharding(mesh, PartitionSpec(AXIS)))
+    """Splits the first dimension of each over the mesh; every process has all of each."""
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    return [jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for a in arrays]
 
 
 def over_ranks(f: Callable[..., Any], mesh: Mesh, *arrays: jax.Array, check_vma: bool) -> Run:
@@ -74,9 +87,11 @@ def layer_run(
     return over_ranks(both, mesh, dy, *arrays, check_vma=check_vma)
 
 
-def jax_megamoe(mesh: Mesh, pass_name: str, save: str, arrays: Sequence[jax.Array]) -> Run:
-    layer = functools.partial(mega_moe, axis_name=AXIS, backend=backend(), save=save)
-    return layer_run(layer, mesh, pass_name, arrays)
+def jax_megamoe(
+    mesh: Mesh, pass_name: str, save: str, arrays: Sequence[jax.Array], sums: str = "float32"
+) -> Run:
+    options = {"axis_name": AXIS, "backend": backend(), "save": save, **SUMS[sums]}
+    return layer_run(functools.partial(mega_moe, **options), mesh, pass_name, arrays)
 
 
 def tokamax_all_gather(mesh: Mesh, pass_name: str, arrays: Sequence[jax.Array]) -> Run:
@@ -106,13 +121,30 @@ def matmuls(mesh: Mesh, size: int) -> Run:
 
 
 def rank_variants(
-    shape: Shape, pass_name: str, *, only: Sequence[str], saves: Sequence[str]
+    shape: Shape,
+    pass_name: str,
+    *,
+    only: Sequence[str],
+    saves: Sequence[str],
+    process_models: Sequence[str] = PROCESS_MODELS,
 ) -> list[Variant]:
-    """jax_megamoe over the GPUs and on one, with each `save`, and the peers over the GPUs."""
+    """jax_megamoe over the GPUs and on one, with each `save`, and the peers over the GPUs.
+
+    With a process a GPU it sends float32 sums only.
+    """
     forward = pass_name == "forward"
     kept = ["none"] if forward else saves
-    found = [Variant(OURS, save, ep=ep) for ep in (shape.R, 1) for save in kept]
-    found += [Variant(p, "none" if forward else "activations", ep=shape.R) for p in shape.peers]
+    one, several = PROCESS_MODELS
+    found = []
+    if one in process_models:
+        found += [Variant(OURS, save, ep=shape.R, sums=sums) for sums in SUMS for save in kept]
+    if several in process_models:
+        found += [Variant(OURS, save, ep=shape.R, process_model=several) for save in kept]
+    found += [Variant(OURS, save) for save in kept]
+    for peer in shape.peers:
+        model = several if peer == EXCHANGED else one
+        keeps = "none" if forward else "activations"
+        found.append(Variant(peer, keeps, ep=shape.R, process_model=model))
     return [v for v in found if not only or v.impl in only]
 
 
@@ -120,38 +152,67 @@ def run_over_ranks(
     shape: Shape,
     pass_name: str,
     chosen: Sequence[Variant],
-    workers: Workers | None,
+    workers: Mapping[str, Workers],
     method: Method,
     clock: Clock | None,
     matmul_size: int,
 ) -> list[Named]:
     """The records of the chosen variants, all measured in the same rounds.
 
-    PyTorch compiles while JAX does, after the product, whose algorithm XLA chooses by timing.
+    workers: by implementation, for its variants with a process a GPU. They compile while this
+    process does, after the product, whose algorithm XLA chooses by timing.
     """
     mesh = expert_mesh(shape.R)
     product = matmuls(mesh, matmul_size)
     product.seconds(1)
-    if workers:
-        workers.begin(pass_name, shape)
+    hows = {v: _how(v, pass_name, shape) for v in chosen if v.process_model != PROCESS_MODELS[0]}
+    for impl, of_impl in workers.items():
+        if mine := [how for v, how in hows.items() if v.impl == impl]:
+            of_impl.begin(mine)
     arrays = on_ranks(mesh, inputs(shape, "bf16"))
     alone = inputs(dataclasses.replace(shape, R=1), "bf16")
     makes: dict[Variant, Make] = {}
     for v in chosen:
-        if v.impl == EXCHANGED:
-            assert workers is not None
-            makes[v] = workers.finish
+        if v in hows:
+            makes[v] = functools.partial(workers[v.impl].finish, hows[v])
         elif v.impl == GATHERED:
             makes[v] = functools.partial(tokamax_all_gather, mesh, pass_name, arrays)
         elif v.ep > 1:
-            makes[v] = functools.partial(jax_megamoe, mesh, pass_name, v.save, arrays)
+            makes[v] = functools.partial(jax_megamoe, mesh, pass_name, v.save, arrays, v.sums)
         else:
             makes[v] = functools.partial(IMPLEMENTATIONS[OURS].make, pass_name, v.save, alone)
     title = f"{shape.name} {pass_name}"
     results, rate = measure_beside(title, makes, product, matmul_size, method, clock)
     named = []
     for v in chosen:
-        model = "process_per_gpu" if v.impl == EXCHANGED else "single_process"
-        found = record(v, pass_name, shape, results[v], rate, model)
+        found = record(v, pass_name, shape, results[v], rate)
+        of_one, result = results.get(Variant(OURS, v.save)), results[v]
+        if v.impl == OURS and v.ep > 1:
+            config = MegaMoEConfig(backend="cuda", save=v.save, **SUMS[v.sums])
+            found["nvlink_bytes"] = of_layer(mesh, shape, pass_name, config, arrays)
+            if isinstance(of_one, Figures) and isinstance(result, Figures):
+                found["over_ep1"] = round(result.ms / of_one.ms, 4)
         named.append((f"{shape.name}, EP{v.ep}", found))
     return named
+
+
+def _how(variant: Variant, pass_name: str, shape: Shape) -> How:
+    """What the `make` of a module for _workers.py takes behind rank, ranks and rendezvous."""
+    if variant.impl == OURS:
+        return pass_name, shape, variant.save, variant.sums
+    return pass_name, shape
+
+
+def run_ranks_against_bound(
+    shapes: Sequence[Shape], pass_name: str, method: Method, clock: Clock | None, matmul_size: int
+) -> list[Named]:
+    """As `_measured.run_against_bound`, over the GPUs: the bound is that of the busiest one."""
+    mesh = expert_mesh(shapes[0].R)
+
+    def make(shape: Shape) -> Run:
+        return jax_megamoe(mesh, pass_name, "none", on_ranks(mesh, inputs(shape, "bf16")))
+
+    product = matmuls(mesh, matmul_size)
+    return run_against_bound(
+        shapes, method, clock, matmul_size, pass_name=pass_name, make=make, product=product
+    )

@@ -57,8 +57,8 @@ def _variant(name: str, **changes: int | str) -> Shape:
 # What one program run measures. `main`: the shapes of Qwen3-30B-A3B and Qwen3-235B-A22B, and one
 # small enough for lax.ragged_dot, which multiplies every row by every expert. `cliffs`: the 30B
 # width with one of its sizes changed at a time. `corners`: with three changed at once. `ranks`: the
-# large ones over two GPUs. `tiny` and `ranks-tiny`: run anywhere, to try the program; their figures
-# mean nothing.
+# large ones over two GPUs; `ranks-cliffs`: the 30B one under uneven routings. `tiny` and those that
+# begin with `ranks-tiny`: run anywhere, to try the program; their figures mean nothing.
 SETS: dict[str, tuple[Shape, ...]] = {
     "main": (
         BASE,
@@ -88,8 +88,17 @@ SETS: dict[str, tuple[Shape, ...]] = {
         dataclasses.replace(BASE, peers=RANK_PEERS, R=2),
         Shape("235B", T=16384, K=8, E=128, H=4096, I=1536, peers=RANK_PEERS, R=2),
     ),
+    "ranks-cliffs": (
+        dataclasses.replace(BASE, peers=(), R=2),
+        _variant("zipf", routing="zipf", R=2),
+        _variant("one-hot", routing="one-hot", R=2),
+    ),
     "tiny": (Shape("tiny", T=96, K=2, E=4, H=64, I=64, peers=(*PEERS, "lax_ragged_dot")),),
     "ranks-tiny": (Shape("tiny", T=96, K=2, E=4, H=64, I=64, peers=RANK_PEERS, R=2),),
+    "ranks-tiny-cliffs": (
+        Shape("tiny", T=96, K=2, E=4, H=64, I=64, R=2),
+        Shape("tiny one-hot", T=96, K=2, E=4, H=64, I=64, routing="one-hot", R=2),
+    ),
 }
 
 
@@ -138,6 +147,11 @@ def inputs(shape: Shape, weights_dtype: str) -> list[jax.Array]:
     )
 
 
+def expert_rows(shape: Shape) -> np.ndarray:
+    """int64 [R, E/R], the rows of each expert."""
+    return np.bincount(expert_ids(shape).ravel(), minlength=shape.E).reshape(shape.R, -1)
+
+
 def padded_rows(counts: np.ndarray) -> int:
     """Rows of the pool when each expert's are padded to whole tiles; counts: rows per expert."""
     return sum(ceil_div(int(n), TILE_ROWS) * TILE_ROWS for n in counts)
@@ -150,13 +164,15 @@ def bound_ms(
 
     rows: its padded rows at the rate at which the base shape gets through its own. weights: the
     bf16 weights of the experts that have rows, at the rate of a device copy (bytes read + written).
+    Of several GPUs, those of the one that has most.
 
     Returns:
       Milliseconds "rows" and "weights"; the bound is the larger.
     """
-    counts = {s: np.bincount(expert_ids(s).ravel(), minlength=s.E) for s in (shape, base)}
-    work = {s: padded_rows(counts[s]) * s.H * s.I for s in (shape, base)}
-    weight_bytes = 2 * 3 * shape.H * shape.I * int(np.count_nonzero(counts[shape]))
+    counts = {s: expert_rows(s) for s in (shape, base)}
+    work = {s: max(map(padded_rows, counts[s])) * s.H * s.I for s in (shape, base)}
+    num_experts = int(np.count_nonzero(counts[shape], axis=1).max())
+    weight_bytes = 2 * 3 * shape.H * shape.I * num_experts
     return {
         "rows": base_ms * work[shape] / work[base],
         "weights": weight_bytes / copy_bytes_per_second * 1e3,

@@ -16,6 +16,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 from _shapes import SEED, Shape, expert_ids
 from _timing import Run
+from _torch_run import torch_run
 
 on_gpu = torch.cuda.is_available()
 
@@ -28,27 +29,7 @@ def make(rank: int, num_ranks: int, rendezvous: str, pass_name: str, shape: Shap
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
-    x, ids, w, *weights = inputs(shape, rank)
-    layer = make_layer(shape)
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return layer(x, ids, w, *weights)
-
-    def forward_backward() -> Any:
-        y = layer(x, ids, w, *weights)
-        return y, *torch.autograd.grad(y, [x, w, *weights], dy)
-
-    def wait(_: Any) -> None:
-        if on_gpu:
-            torch.cuda.synchronize()
-
-    if pass_name == "forward":
-        return Run(forward, wait)
-    dy = torch.randn_like(x)
-    for tensor in (x, w, *weights):
-        tensor.requires_grad_()
-    return Run(forward_backward, wait)
+    return torch_run(make_layer(shape), pass_name, *inputs(shape, rank))
 
 
 def connect(rank: int, num_ranks: int, rendezvous: str) -> None:

@@ -1,13 +1,16 @@
-"""What the trace of a pass says: its records decoded, summed up, and drawn."""
+"""What the trace of a pass says: its records decoded, brought to one time axis, and summed up."""
 
 import dataclasses
-import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
-# Kinds of a record: the parts of cuda/shared/part.h, and cuda/shared/trace.h's wait before those
-# that multiply.
+from jax_megamoe.memory import TRAFFIC_RECORDS
+
+# Kinds of a record: the parts of cuda/shared/part.h, and what cuda/shared/trace.h has besides.
 WAIT = 16
+OF_PEER = 1024
+SHARE = 2048
 PRODUCTS = {
     2: "gate_up",
     4: "down",
@@ -16,37 +19,19 @@ PRODUCTS = {
     128: "wgrad_down",
     256: "wgrad_gate_up",
 }
+WAIT_FOR_INPUTS = "wait for inputs"
+PULL, PUSH = "dispatch from peers", "combine for peers"
 KINDS = {
+    SHARE: "share",
+    WAIT | SHARE: WAIT_FOR_INPUTS,
     1: "dispatch",
+    OF_PEER | 1: PULL,
     8: "combine",
+    OF_PEER | 8: PUSH,
     512: "finish",
+    WAIT | 512: "wait for sums",
     **PRODUCTS,
     **{WAIT | part: f"wait for {name}" for part, name in PRODUCTS.items()},
-}
-# The forward and the backward are never in one picture.
-COLOURS = {
-    "dispatch": "#2a9d8f",
-    "combine": "#e9c46a",
-    "finish": "#90be6d",
-    "gate_up": "#355070",
-    "down": "#8d99ae",
-    "dgrad_down": "#355070",
-    "dgrad_gate_up": "#8d99ae",
-    "wgrad_down": "#6d597a",
-    "wgrad_gate_up": "#b5a2c8",
-    "wait for gate_up": "#d1495b",
-    "wait for down": "#f08080",
-    "wait for dgrad_down": "#d1495b",
-    "wait for dgrad_gate_up": "#f08080",
-    "wait for wgrad_down": "#f4a261",
-    "wait for wgrad_gate_up": "#9d4edd",
-}
-# Panels of the picture: what the warps that multiply do, what the load warp waited for, what the
-# communication warps (and all warps at the end) do.
-PANELS = {
-    "products": tuple(PRODUCTS.values()),
-    "load waits": tuple(f"wait for {name}" for name in PRODUCTS.values()),
-    "communication": ("dispatch", "combine", "finish"),
 }
 
 
@@ -64,14 +49,15 @@ class Trace:
     kind: np.ndarray
 
 
-def decode(records: np.ndarray) -> Trace:
-    """A trace from the records of a call with trace=True, int32 [1 + capacity, 4].
+def decode(records: np.ndarray, num_ranks: int = 1) -> Trace:
+    """A trace from the records of a rank's call with trace=True, int32 [1 + capacity, 4] and, with
+    several ranks, what _traffic.py reads.
 
     Raises:
       ValueError: when nothing was recorded, records did not fit, or a kind is unknown.
     """
     words = np.ascontiguousarray(records).view(np.uint32)
-    count, capacity = int(words[0, 0]), len(words) - 1
+    count, capacity = int(words[0, 0]), len(words) - 1 - TRAFFIC_RECORDS * (num_ranks > 1)
     if not 0 < count <= capacity:
         raise ValueError(f"the trace counts {count} records; it may hold 1 to {capacity}")
     start, end, multiprocessor, kind = words[1 : 1 + count].T
@@ -115,41 +101,66 @@ def summary(trace: Trace) -> list[dict[str, object]]:
     return lines
 
 
-def draw(path: pathlib.Path, trace: Trace, title: str) -> None:
-    """A panel for each of PANELS, in each a row a multiprocessor; time to the right."""
-    import matplotlib
+def decode_ranks(records: np.ndarray, num_ranks: int) -> list[Trace]:
+    """A trace for each rank, on one time axis, from the records of all, int32 [R, ..., 4] or those
+    of each behind one another.
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.collections import PolyCollection
-    from matplotlib.patches import Patch
+    Raises:
+      ValueError: as `decode` and `align`.
+    """
+    return align([decode(of_rank) for of_rank in records.reshape(num_ranks, -1, 4)])
 
-    shown = [name for name in COLOURS if (trace.kind == name).any()]
-    row = np.unique(trace.multiprocessor, return_inverse=True)[1]
-    figure, axes = plt.subplots(
-        len(PANELS), sharex=True, figsize=(14, 2 + 0.075 * int(row.max() + 1)), layout="constrained"
-    )
-    for panel, (panel_name, kinds) in zip(axes, PANELS.items(), strict=True):
-        for name in kinds:
-            mine = trace.kind == name
-            left, right, top = trace.start_ns[mine] / 1e3, trace.end_ns[mine] / 1e3, row[mine]
-            # One collection a kind: a patch a record would take minutes.
-            xs = np.stack([left, right, right, left], axis=1)
-            ys = np.stack([top, top, top + 1, top + 1], axis=1)
-            boxes = PolyCollection(list(np.stack([xs, ys], axis=2)), facecolors=COLOURS[name])
-            boxes.set_linewidth(0)
-            panel.add_collection(boxes)
-        panel.set_xlim(0, trace.end_ns.max() / 1e3)
-        panel.set_ylim(row.max() + 1, 0)
-        panel.set_ylabel(f"{panel_name}\nmultiprocessor")
-    axes[0].set_title(title)
-    axes[-1].set_xlabel("us since the first record")
-    figure.legend(
-        handles=[Patch(color=COLOURS[name], label=name) for name in shown],
-        loc="outside lower center",
-        ncols=len(shown),
-        frameon=False,
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+
+def align(traces: Sequence[Trace]) -> list[Trace]:
+    """The traces of ranks, shifted so that their waits for each other's inputs end together.
+
+    The clocks of two GPUs need not agree. These waits do, to about a microsecond: each ends when
+    the flags of all ranks have come, those of the last one within the latency of a store to a peer.
+
+    Raises:
+      ValueError: a rank of several has no such wait.
+    """
+    if len(traces) == 1:
+        return list(traces)
+    ends = []
+    for rank, trace in enumerate(traces):
+        waits = trace.end_ns[trace.kind == WAIT_FOR_INPUTS]
+        if not waits.size:
+            raise ValueError(f"the trace of rank {rank} has no {WAIT_FOR_INPUTS}")
+        ends.append(int(waits.max()))
+    shifts = [max(ends) - end for end in ends]
+    return [
+        dataclasses.replace(trace, start_ns=trace.start_ns + by, end_ns=trace.end_ns + by)
+        for trace, by in zip(traces, shifts, strict=True)
+    ]
+
+
+def overlap(trace: Trace) -> dict[str, float]:
+    """Of the time of each kind of transfer, the part between the first and the last product."""
+    products = np.isin(trace.kind, list(PRODUCTS.values()))
+    if not products.any():
+        return {}
+    first, last = trace.start_ns[products].min(), trace.end_ns[products].max()
+    found = {}
+    for name in (PULL, PUSH):
+        mine = trace.kind == name
+        if not mine.any():
+            continue
+        start, end = trace.start_ns[mine], trace.end_ns[mine]
+        inside = np.clip(np.minimum(end, last) - np.maximum(start, first), 0, None)
+        found[name] = round(float(inside.sum() / max(1, (end - start).sum())), 4)
+    return found
+
+
+def bytes_over_time(
+    trace: Trace, kind: str, num_bytes: float, num_bins: int, end_ns: int
+) -> np.ndarray:
+    """Bytes of a kind of transfer in each of the equal bins of [0, end_ns], float64 [num_bins].
+
+    All records of the kind are taken to have moved as much, evenly while they lasted.
+    """
+    edges = np.linspace(0, end_ns, num_bins + 1)
+    mine = trace.kind == kind
+    start, end = trace.start_ns[mine], np.maximum(trace.end_ns[mine], trace.start_ns[mine] + 1)
+    moved = np.clip((edges[:, None] - start) / (end - start), 0, 1).sum(1)
+    return np.diff(moved) * num_bytes / max(1, mine.sum())

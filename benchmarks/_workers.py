@@ -2,11 +2,12 @@
 
 They import a module that this process need not be able to import, with a function
 `make(rank, num_ranks, rendezvous, *how) -> Timed`; rendezvous is the path of a file, not there yet,
-by which they may find each other. Every request has one answer of each: the seconds that it took,
-or the text of an error.
+by which they may find each other. They hold several such runs, told apart by their `how`. Every
+request has one answer of each process: the seconds that it took, or the text of an error.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import multiprocessing
 import pathlib
@@ -22,22 +23,23 @@ from _timing import Timed
 # A request may compile, on a machine that compiles for others too.
 ANSWER_SECONDS = 150.0
 END_SECONDS = 5.0
+How = tuple[Any, ...]
+# Only to import; what to make, in place of what was made before; calls of one of those.
+Request = None | list[How] | tuple[How, int]
 
 
 def serve(connection: Connection, module: str, rank: int, num_ranks: int, rendezvous: str) -> None:
-    """The program of one process: answers requests until the other end is closed.
+    """The program of one process: answers requests until the other end is closed."""
+    made: dict[How, Timed] = {}
 
-    A request is None, to import only; or `how` of what to run from then on; or a number of calls.
-    """
-    made: list[Timed] = []
-
-    def handle(request: tuple[Any, ...] | int | None) -> float:
-        if isinstance(request, int):
-            return made[0].seconds(request)
+    def handle(request: Request) -> float:
+        if isinstance(request, tuple):
+            how, calls = request
+            return made[how].seconds(calls)
         make = importlib.import_module(module).make
         if request is not None:
             made.clear()
-            made.append(make(rank, num_ranks, rendezvous, *request))
+            made.update({how: make(rank, num_ranks, rendezvous, *how) for how in request})
         return 0.0
 
     while True:
@@ -54,7 +56,7 @@ def serve(connection: Connection, module: str, rank: int, num_ranks: int, rendez
 
 
 class Workers:
-    """The processes, to be closed at the end; a `Timed` after `begin` and `finish`.
+    """The processes, to be closed at the end.
 
     One that fails ends all: the others may wait for it for ever. The next `begin` starts them anew.
     """
@@ -68,27 +70,27 @@ class Workers:
         self._start()
 
     @property
-    def num_devices(self) -> int:
+    def num_ranks(self) -> int:
         return self._num_ranks
 
-    def begin(self, *how: Any) -> None:
+    def begin(self, hows: list[How]) -> None:
         """Lets all make what they run from now on, beside what this process does meanwhile."""
         if not self._processes:
             self._start()
-        self._ask(how)
+        self._ask(hows)
 
-    def finish(self) -> "Workers":
-        """Waits for what `begin` began.
+    def finish(self, how: How) -> "WorkersRun":
+        """Waits for what `begin` began, and returns that of one of its `hows`.
 
         Raises:
-          RuntimeError: one of them failed, ended, or did not answer in time; as in `seconds`.
+          RuntimeError: one of them failed, has ended, or did not answer in time.
         """
         self._answers()
-        return self
+        return WorkersRun(self, how)
 
-    def seconds(self, calls: int) -> float:
-        """As `Timed` says; of the slowest process."""
-        self._ask(calls)
+    def seconds(self, how: How, calls: int) -> float:
+        """As `Timed.seconds`, of the slowest process; raises as `finish`."""
+        self._ask((how, calls))
         return max(self._answers())
 
     def close(self) -> None:
@@ -117,7 +119,7 @@ class Workers:
         self._num_awaited = 0
         self._ask(None)
 
-    def _ask(self, request: tuple[Any, ...] | int | None) -> None:
+    def _ask(self, request: Request) -> None:
         self._num_awaited += 1
         for connection in self._connections:
             # One that has ended is found by its answer, which does not come.
@@ -125,8 +127,13 @@ class Workers:
                 connection.send(request)
 
     def _answers(self) -> list[float]:
-        """Those to the last request, one a rank; the answers before it said that all went well."""
-        awaited = dict.fromkeys(self._connections, self._num_awaited)
+        """Those to the last request, one a rank; the answers before it said that all went well.
+
+        Zeros when all have been given.
+        """
+        if not self._processes:
+            raise RuntimeError("the processes have ended, after another failure")
+        awaited = dict.fromkeys(self._connections, self._num_awaited) if self._num_awaited else {}
         seconds = [0.0] * self._num_ranks
         deadline = time.monotonic() + ANSWER_SECONDS
         while awaited:
@@ -154,3 +161,18 @@ class Workers:
     def _fail(self, why: str) -> NoReturn:
         self.close()
         raise RuntimeError(why)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkersRun:
+    """A `Timed`: what all processes made of one `how`."""
+
+    workers: Workers
+    how: How
+
+    @property
+    def num_devices(self) -> int:
+        return self.workers.num_ranks
+
+    def seconds(self, calls: int) -> float:
+        return self.workers.seconds(self.how, calls)

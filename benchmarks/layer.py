@@ -6,7 +6,9 @@
                                [--peers-path DIR] [--out FILE.json] [--png FILE.png]
 
 _timing.py says how a rate is measured, _shapes.py on what, _implementations.py of what, and
-_ranks.py of what over the GPUs of a host (`--set ranks` needs two, for bf16 weights). A record's
+_ranks.py of what over the GPUs of a host (`--set ranks ranks-cliffs` needs two, for bf16 weights;
+on two H200 of a host with 32 cores it should take some three minutes with `--shapes 30B`, as long
+with `--shapes 235B`, and `--set ranks-cliffs` one). A record's
 `tflops` are useful FLOPs, 6 T K H I of a forward, 12 of a backward and 18 of a forward with its
 backward, and `fraction` is their rate over that of a bf16 8192^3 product measured in the same
 rounds. Gradients of weights have the dtype of the weights; the peers take bf16 alone.
@@ -27,14 +29,21 @@ import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch shares the device
 
 import jax
 from _implementations import IMPLEMENTATIONS, release_memory
 from _measured import MATMUL_SIZE, WEIGHTS, run_against_bound, run_beside_peers, variants
-from _ranks import EXCHANGED, PASSES, rank_variants, run_over_ranks
+from _ranks import (
+    EXCHANGED,
+    PASSES,
+    PROCESS_MODELS,
+    rank_variants,
+    run_over_ranks,
+    run_ranks_against_bound,
+)
 from _record import device, write
 from _report import FROZEN, OURS, Named, draw, table
 from _shapes import FLOP_FACTORS, RANK_PEERS, SETS, Shape
@@ -43,7 +52,8 @@ from _workers import Workers
 
 from jax_megamoe.config import SAVES
 
-TORCH_RANKS = "_torch_ranks"
+# What runs in a process a GPU, by implementation.
+WORKER_MODULES = {OURS: "_jax_ranks", EXCHANGED: "_torch_ranks"}
 NAMES = sorted({shape.name for shapes in SETS.values() for shape in shapes})
 
 
@@ -76,6 +86,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"implementations to measure, all but {FROZEN} unless said: "
         f"{', '.join(IMPLEMENTATIONS)}; over several GPUs {OURS}, {', '.join(RANK_PEERS)}",
     )
+    parser.add_argument(
+        "--process-models",
+        nargs="+",
+        choices=PROCESS_MODELS,
+        default=PROCESS_MODELS,
+        help=f"of {OURS} over several GPUs",
+    )
     parser.add_argument("--saves", nargs="+", choices=SAVES, default=SAVES, help="of jax_megamoe")
     parser.add_argument(
         "--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS, help="dtypes, of jax_megamoe"
@@ -104,14 +121,21 @@ class Session:
         self.beside_peers: list[Named] = []
         self.against_bound: list[Named] = []
 
-    def run_set(self, shapes: Sequence[Shape], workers: Workers | None) -> None:
+    def run_set(self, shapes: Sequence[Shape], workers: Mapping[str, Workers]) -> None:
         options = self.options
         base, *others = shapes
         chosen_shapes = [shape for shape in shapes if shape.name in options.shapes]
         if not base.peers:
             measured = [base, *(shape for shape in others if shape in chosen_shapes)]
-            self.against_bound += run_against_bound(measured, self.method, self.clock)
-            self.keep()
+            if base.R == 1:
+                self.against_bound += run_against_bound(measured, self.method, self.clock)
+                self.keep()
+                return
+            for pass_name in options.passes:
+                self.against_bound += run_ranks_against_bound(
+                    measured, pass_name, self.method, self.clock, self.matmul_size
+                )
+                self.keep()
             return
         for shape in chosen_shapes:
             for pass_name in options.passes:
@@ -128,9 +152,17 @@ class Session:
         )
         return run_beside_peers(shape, pass_name, chosen, self.method, self.clock, self.matmul_size)
 
-    def _over_ranks(self, shape: Shape, pass_name: str, workers: Workers | None) -> list[Named]:
+    def _over_ranks(
+        self, shape: Shape, pass_name: str, workers: Mapping[str, Workers]
+    ) -> list[Named]:
         options = self.options
-        chosen = rank_variants(shape, pass_name, only=options.only, saves=options.saves)
+        chosen = rank_variants(
+            shape,
+            pass_name,
+            only=options.only,
+            saves=options.saves,
+            process_models=options.process_models,
+        )
         return run_over_ranks(
             shape, pass_name, chosen, workers, self.method, self.clock, self.matmul_size
         )
@@ -141,6 +173,16 @@ class Session:
             records = [found for _, found in self.beside_peers + self.against_bound]
             write(self.options.out, records, self.num_devices)
         release_memory()
+
+
+def in_processes(options: argparse.Namespace, sets: Sequence[Sequence[Shape]]) -> list[str]:
+    """The implementations that need a process a GPU."""
+    if not any(shape.R > 1 and shape.peers for shapes in sets for shape in shapes):
+        return []
+    needed = [EXCHANGED]
+    if PROCESS_MODELS[1] in options.process_models:
+        needed.append(OURS)
+    return [impl for impl in needed if not options.only or impl in options.only]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,11 +196,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if num_devices > 1 and not set(options.passes) <= set(PASSES):
         raise SystemExit(f"over several GPUs the passes are {', '.join(PASSES)}")
     with contextlib.ExitStack() as at_end:
-        workers = None
-        if num_devices > 1 and (not options.only or EXCHANGED in options.only):
-            # First of all: they import while this process starts.
-            workers = Workers(TORCH_RANKS, num_devices)
-            at_end.callback(workers.close)
+        # First of all: they import while this process starts.
+        workers = {}
+        for impl in in_processes(options, sets):
+            workers[impl] = Workers(WORKER_MODULES[impl], num_devices)
+            at_end.callback(workers[impl].close)
         if len(jax.devices()) < num_devices:
             raise SystemExit(f"the set needs {num_devices} devices; JAX has {len(jax.devices())}")
         session = Session(options, num_devices)

@@ -27,7 +27,7 @@ class Question:
     """The call that is asked about; weights: the dtype of the parameters, "bfloat16" or "float32".
 
     Attributes:
-      dims: its sizes, T tokens on each of R ranks.
+      dims: its sizes, T tokens on each of R ranks, and the pool_factor of its config.
       config: its static choices.
     """
 
@@ -191,7 +191,8 @@ def _memory(question: Question) -> tuple[Memory | None, str]:
     dims, config = question.dims, question.config
     keeps = config.save == "gate_up"
     try:
-        plan = memory.memory_plan(**dataclasses.asdict(dims))
+        sizes = dataclasses.asdict(dims)
+        plan = memory.memory_plan(**sizes, combine_dtype=config.combine_dtype)
         operands = memory.backward_operands(dims, keeps)
         dtype = question.weights if config.trainable_experts else None
         results = memory.backward_results(dims, dtype)

@@ -3,6 +3,7 @@
 Lowering a call needs neither a GPU nor the extension module; running one needs both.
 """
 
+import atexit
 import dataclasses
 import functools
 import hashlib
@@ -83,6 +84,14 @@ def _register_once() -> None:
     if module is not None:
         for target, stages in module.registrations().items():
             jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+        # Runs before what JAX does at exit, which it registered on import.
+        atexit.register(_at_exit, module, os.getpid())
+
+
+def _at_exit(module: ModuleType, pid: int) -> None:
+    """Not in a forked child, which has neither the threads nor the calls of its parent."""
+    if os.getpid() == pid:
+        module.at_exit()
 
 
 def register() -> None:
@@ -91,12 +100,38 @@ def register() -> None:
         _register_once()
 
 
-def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan:
-    """Runs the plan kernel; its arrays are those of `plan.make_plan`, as JAX arrays.
+def check_faults() -> None:
+    """Raises what calls of this process have failed with and no later call has raised yet.
+
+    A call of the kernels that fails, since a GPU of its expert group does not come or its process
+    has ended, makes the next call of that group raise; the results in between are void. The last
+    call has no next one: behind the end of a training loop, and before a checkpoint is written, do
+
+        jax.block_until_ready(state)
+        jax_megamoe.check_faults()
+
+    It costs a few microseconds and waits for nothing, so it sees only calls whose results are
+    ready. What nobody has raised when the interpreter exits is printed on standard error.
+
+    Raises:
+      RuntimeError: naming the rank that waited and the one it waited for, with its process and GPU,
+        the phase, expert, block and epoch. The group of the call refuses all later ones.
+    """
+    module, _ = extension()
+    texts = module.take_faults() if module is not None else []
+    if texts:
+        raise RuntimeError("jax_megamoe: " + "; and ".join(texts))
+
+
+def plan(
+    expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step], pass_idx: int = 0
+) -> Plan:
+    """Runs the plan kernels; their arrays are those of `plan.make_plan`, as JAX arrays.
 
     Args:
       expert_idx: int32 [R, T, K], the routing of all ranks.
       rank: static; the rank whose plan it is.
+      pass_idx: static; how many passes come before, whose plans are made, too.
 
     Raises:
       RuntimeError: without the extension.
@@ -111,6 +146,8 @@ def plan(expert_idx: jax.Array, dims: Dims, rank: int, steps: Sequence[Step]) ->
         expert_idx,
         experts=np.int64(dims.E),
         rank=np.int64(rank),
+        pool_routes=np.int64(dims.pool_routes),
+        num_plans=np.int64(pass_idx + 1),
         steps=_step_fields(steps),
     )
     return Plan(*arrays)
@@ -147,13 +184,14 @@ def forward_call(
         does the same work one part at a time.
       deadline_s: how long a wait inside the kernel may last; then the kernel ends, and the next
         call on the device raises.
-      trace: also records when each piece of the work ran.
+      trace: also records when each piece of the work ran and, with several ranks, what crossed
+        NVLink.
 
     Returns:
       y [T, H] in the dtype of x and counts int32 [E/R], the rows of each local expert; with
       keep_gate_up also g and u of every pool row, bf16 [P, 2I], as cuda/kernel/gate_up.cuh lays
       them out, pads and rows that no expert has 0; with trace also the TraceRecords
-      of cuda/shared/trace.h, int32 [1 + capacity, 4].
+      of cuda/shared/trace.h, int32 [1 + capacity, 4], with several ranks and its PeerTraffic.
 
     Raises:
       MemoryError, ValueError: as `memory.check_fits`.
@@ -200,8 +238,8 @@ def backward_call(
 
     Returns:
       dx [T, H] in the dtype of x, dw float32 [T, K] and, with config.trainable_experts, the
-      gradients of w_gate, w_up and w_down in the dtype of w_gate, rounded once from float32 sums;
-      with trace also the TraceRecords.
+      gradients of w_gate, w_up and w_down in the dtype of w_gate, rounded once from float32 sums,
+      those of several passes from the sum over these; with trace also the TraceRecords.
 
     Raises:
       MemoryError, ValueError: as `memory.check_fits`.
@@ -223,8 +261,9 @@ def backward_call(
         **_attributes(dims, config, axis_name),
         **_work(dims, steps, gate_up is not None, launches, deadline_s),
     )
-    gradients = rest[: 4 if config.trainable_experts else 1]
-    return dx.astype(x.dtype), *gradients, *(rest[-1:] if trace else ())
+    dw, *dw_experts = rest[: 4 if config.trainable_experts else 1]
+    dw_experts = (d.astype(dtype) for d in dw_experts)
+    return dx.astype(x.dtype), dw, *dw_experts, *(rest[-1:] if trace else ())
 
 
 def _work(
@@ -240,6 +279,7 @@ def _work(
     """
     return {
         "steps": _step_fields(steps),
+        "pool_routes": np.int64(dims.pool_routes),
         "num_blocks": np.int64(dims.num_blocks),
         "keep_gate_up": np.int64(keep_gate_up),
         "launches": np.array(launches, np.int64),
@@ -283,13 +323,14 @@ def _attributes(dims: Dims, config: MegaMoEConfig, axis_name: AxisName) -> dict[
     attributes["precision"] = config.precision
     attributes["activation"] = config.activation
     if dims.R > 1:
+        attributes["combine_dtype"] = config.combine_dtype
         attributes["configuration"] = _configuration(dims, config)
     return attributes
 
 
 def _configuration(dims: Dims, config: MegaMoEConfig) -> np.int64:
     """What the ranks of a group must agree on, in 64 bits: those of both passes of a layer."""
-    agreed = (*dataclasses.astuple(dims), config.precision, config.activation)
+    agreed = (*dataclasses.astuple(dims), config.precision, config.activation, config.combine_dtype)
     digest = hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest()
     return np.int64(int.from_bytes(digest, "little", signed=True))
 

@@ -13,6 +13,7 @@ PRECISIONS = ("bf16", "float32")
 ACTIVATIONS = ("swiglu",)
 BACKENDS = ("auto", "cuda", "reference")
 SAVES = ("none", "gate_up")
+COMBINE_DTYPES = ("float32", "bfloat16")
 SCORES = ("softmax", "sigmoid")
 SCORED = ("all", "chosen")
 RANK_COUNTS = (1, 2, 4, 8)
@@ -22,6 +23,8 @@ TILE_ROWS = 128
 MAX_CHOICES = 32
 MAX_EXPERTS = 512
 INT32_MAX = 2**31 - 1
+# The rows that a rank's pool has room for, as a multiple of those of even routing.
+POOL_FACTOR = 2.0
 # How long a kernel waits for the work of another block or rank: a peer may still be compiling.
 WAIT_DEADLINE_S = 600.0
 # Pool rows and slots are int32 in the kernels; the pads of MAX_EXPERTS experts must fit too.
@@ -45,6 +48,18 @@ class MegaMoEConfig:
         u = x Wu are computed again. "gate_up": both, [P, 2I] of each rank, bf16 as the backward
         rounds them, so that gradients are the same bits (float32 with precision="float32"). Under
         `jax.checkpoint` it is kept where the policy saves the name `ops.GATE_UP_NAME`.
+      combine_dtype: in what each rank sends its experts' sum of a token, in y and in dx. "float32":
+        as it is, so that no result depends on R. "bfloat16": rounded, half the bytes over NVLink;
+        the same bits in every run, but others for each R. Where s_r is the sum of rank r, that
+        changes sum_r s_r, before its own rounding, by at most 2^-8 sum_r |s_r|: by half a unit of
+        the last place of the result where all s_r have one sign, by more than the whole result
+        where they cancel; by nothing where one rank has all routes of the token. All other
+        gradients stay as they are, and nothing changes for R = 1.
+      pool_factor: how much memory a rank has for rows of the tokens of R ranks: so many times the
+        T K rows that even routing gives it, finite and at least 1, or what any routing needs where
+        that is less. A rank that gets more works them off in several passes, to the same y, dx and
+        dw; weight gradients are then added up over the passes in float32, and may be rounded
+        otherwise. No effect with R = 1, nor in the reference backend.
       trainable_experts: False does no weight-gradient work; the three weights get zero gradients.
       return_counts: True also returns the number of rows of each local expert, int32 [E/R].
       debug_checks: True raises at run time for an expert id that is neither -1 nor in [0, E).
@@ -54,6 +69,8 @@ class MegaMoEConfig:
     activation: str = "swiglu"
     backend: str = "auto"
     save: str = "none"
+    combine_dtype: str = "float32"
+    pool_factor: float = POOL_FACTOR
     trainable_experts: bool = True
     return_counts: bool = False
     debug_checks: bool = False
@@ -92,7 +109,10 @@ class RouterConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dims:
-    """The sizes of one call as one rank sees it; the letters are the dimension key above."""
+    """The sizes of one call as one rank sees it; the letters are the dimension key above.
+
+    pool_factor is that of `MegaMoEConfig`.
+    """
 
     T: int
     K: int
@@ -100,18 +120,44 @@ class Dims:
     R: int
     H: int
     I: int  # noqa: E741 - the dimension key of the project
+    pool_factor: float = POOL_FACTOR
 
     @property
     def experts_per_rank(self) -> int:
         return self.E // self.R
 
     @property
-    def pool_rows(self) -> int:
-        """P: rows that hold any routing.
+    def pool_routes(self) -> int:
+        """Routes that the pool has room for, whatever experts of the rank they go to.
 
-        All routes are local, and every expert's last tile holds one row: T K + 127 E/R at most.
+        Those of one token of each rank at least, since a pass takes no less.
         """
-        routes, experts = self.R * self.T * self.K, self.experts_per_rank
+        of_call, of_tokens = self.R * self.T * self.K, self.R * self.K
+        wanted = int(min(self.pool_factor, self.R) * self.T * self.K)
+        return min(of_call, max(of_tokens, wanted))
+
+    @property
+    def pool_rows(self) -> int:
+        """P: rows for `pool_routes`, at most 127 more for each expert of the rank."""
+        return self._rows_of(self.pool_routes)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows for all routes of all ranks on this one: at most R T K + 127 E/R."""
+        return self._rows_of(self.R * self.T * self.K)
+
+    @property
+    def max_passes(self) -> int:
+        """Passes of a call whose rows do not fit the pool at once.
+
+        A pass takes as many tokens of each rank as always fit.
+        """
+        tokens = self.pool_routes // (self.R * self.K)
+        return max(1, -(-self.T // max(1, tokens)))
+
+    def _rows_of(self, routes: int) -> int:
+        """The most rows of so many routes: every expert's last tile holds one row."""
+        experts = self.experts_per_rank
         tiles = routes if routes < experts else experts + (routes - experts) // TILE_ROWS
         return tiles * TILE_ROWS
 

@@ -22,7 +22,15 @@ from collections.abc import Iterator, Sequence
 
 from jax_megamoe._diagnosis import Diagnosis, Memory, Question, check_question, diagnose
 from jax_megamoe._machine import SETTINGS, Facts, gather
-from jax_megamoe.config import BACKENDS, PRECISIONS, SAVES, Dims, MegaMoEConfig
+from jax_megamoe.config import (
+    BACKENDS,
+    COMBINE_DTYPES,
+    POOL_FACTOR,
+    PRECISIONS,
+    SAVES,
+    Dims,
+    MegaMoEConfig,
+)
 from jax_megamoe.memory import FRACTIONS
 
 KERNELS_RUN, KERNELS_DO_NOT_RUN, BAD_ARGUMENTS = 0, 1, 2
@@ -76,15 +84,9 @@ def lines(facts: Facts, question: Question, diagnosis: Diagnosis) -> Iterator[st
     yield from _indented(_gpus(facts, diagnosis))
     yield "settings"
     yield from _indented(_settings(facts))
-    dims, config = question.dims, question.config
-    sizes = ", ".join(f"{letter} = {size}" for letter, size in dataclasses.asdict(dims).items())
-    yield f"a call of {sizes}"
-    yield from _indented(
-        [
-            f'precision="{config.precision}", backend="{config.backend}", save="{config.save}", '
-            f"trainable_experts={config.trainable_experts}, {question.weights} weights"
-        ]
-    )
+    dims = question.dims
+    yield f"a call of {', '.join(f'{letter} = {getattr(dims, letter)}' for letter in 'TKERHI')}"
+    yield from _indented(_choices(question))
     yield "memory of the kernels, on each GPU"
     yield from _indented(_memory(diagnosis))
     yield "what runs"
@@ -163,6 +165,17 @@ def _settings(facts: Facts) -> Iterator[str]:
         yield f"{FRACTIONS[0]} is not set: JAX takes up to 0.75 of each GPU"
 
 
+def _choices(question: Question) -> Iterator[str]:
+    config = question.config
+    yield (
+        f'precision="{config.precision}", backend="{config.backend}", save="{config.save}", '
+        f"trainable_experts={config.trainable_experts}, {question.weights} weights"
+    )
+    if question.dims.R > 1:
+        yield f'combine_dtype="{config.combine_dtype}", pool_factor={config.pool_factor}'
+        yield f"at most {question.dims.max_passes} passes over the pool, by the routing"
+
+
 def _memory(diagnosis: Diagnosis) -> Iterator[str]:
     needed = diagnosis.memory
     if needed is None:
@@ -200,6 +213,14 @@ def _mebibytes(num_bytes: int) -> str:
 
 
 def _question(options: argparse.Namespace) -> Question:
+    config = MegaMoEConfig(
+        precision=options.precision,
+        backend=options.backend,
+        save=options.save,
+        combine_dtype=options.combine_dtype,
+        pool_factor=options.pool_factor,
+        trainable_experts=not options.frozen_experts,
+    )
     dims = Dims(
         T=options.tokens,
         K=options.top_k,
@@ -207,12 +228,7 @@ def _question(options: argparse.Namespace) -> Question:
         R=options.ranks,
         H=options.hidden,
         I=options.intermediate,
-    )
-    config = MegaMoEConfig(
-        precision=options.precision,
-        backend=options.backend,
-        save=options.save,
-        trainable_experts=not options.frozen_experts,
+        pool_factor=config.pool_factor,
     )
     return Question(dims=dims, config=config, weights=options.weights)
 
@@ -241,11 +257,15 @@ def _parser() -> argparse.ArgumentParser:
         "--precision": PRECISIONS,
         "--backend": BACKENDS,
         "--save": SAVES,
+        "--combine-dtype": COMBINE_DTYPES,
         "--weights": ("float32", "bfloat16"),
     }
     for flag, values in choices.items():
         default = "auto" if flag == "--backend" else values[0]
         parser.add_argument(flag, choices=values, default=default, help="(default: %(default)s)")
+    parser.add_argument(
+        "--pool-factor", type=float, default=POOL_FACTOR, help="(default: %(default)s)"
+    )
     parser.add_argument("--frozen-experts", action="store_true", help="trainable_experts=False")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe.config import INT32_MAX, KERNEL_MULTIPLE, TILE_ROWS, Dims
+from jax_megamoe.config import (
+    COMBINE_DTYPES,
+    INT32_MAX,
+    KERNEL_MULTIPLE,
+    POOL_FACTOR,
+    TILE_ROWS,
+    Dims,
+)
 from jax_megamoe.plan import (
     DGRAD_DOWN_COLS,
     Plan,
@@ -25,7 +32,7 @@ from jax_megamoe.plan import (
     plan_shapes,
     plan_sizes,
 )
-from jax_megamoe.validation import check_size
+from jax_megamoe.validation import check_choice, check_pool_factor, check_size
 
 INT64_MAX = 2**63 - 1
 # The share of a device that JAX takes: its older name, and the newer one, of which one may be set.
@@ -34,6 +41,10 @@ FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 # whole pages, as in cuda/host/peers.cc.
 PEER_ALIGNMENT = 256
 PAGE_BYTES = 2 << 20
+# The rows of a trace that PeerTraffic of cuda/shared/trace.h takes.
+TRAFFIC_RECORDS = 3
+# No Hopper has as many.
+MAX_MULTIPROCESSORS = 256
 
 _BF16, _F32, _I32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float32, jnp.int32))
 
@@ -62,7 +73,8 @@ class MemoryPlan:
       operands_bytes: x, expert_weight (float32), expert_idx and the rank's weights, in bf16.
       y_bytes: the result, [T, H] in bf16.
       plan_bytes: the plan's arrays, int32.
-      pool_bytes: [P, H] in bf16, P at most R T K + 127 E/R: x of each row, later its o.
+      pool_bytes: [P, H] in bf16: x of each row, later its o. P is at most R T K + 127 E/R, the rows
+        of any routing, and at most pool_factor T K + 127 E/R where that is more than R K.
       h_bytes: [P, I] in bf16.
       counters_bytes: the progress of a call.
       gate_up_bytes: [P, 2I] in bf16: what a forward with save="gate_up" keeps for its backward, on
@@ -90,26 +102,42 @@ class MemoryPlan:
         return self.operands_bytes + self.y_bytes + self.workspace_bytes
 
 
-def memory_plan(*, T: int, K: int, E: int, H: int, I: int, R: int = 1) -> MemoryPlan:
+def memory_plan(
+    *,
+    T: int,
+    K: int,
+    E: int,
+    H: int,
+    I: int,
+    R: int = 1,
+    combine_dtype: str = "float32",
+    pool_factor: float = POOL_FACTOR,
+) -> MemoryPlan:
     """The device memory of one forward call with backend="cuda", for any routing.
 
     Args:
       T: tokens of a rank. K: choices of a token. E: experts of all ranks. H: hidden size.
       I: intermediate size of an expert. R: ranks.
+      combine_dtype, pool_factor: as in `MegaMoEConfig`.
 
     Raises:
-      TypeError: a size that is no integer.
-      ValueError: a size outside the kernels' limits, or more bytes than 64 bits hold, naming it.
+      TypeError: a size that is no integer, a dtype that is no string, a factor that is no number.
+      ValueError: a size outside the kernels' limits, more bytes than 64 bits hold, another dtype,
+        or another factor, naming it.
     """
     sizes = {"T": T, "K": K, "E": E, "R": R, "H": H, "I": I}
     for name, size in sizes.items():
         multiple = KERNEL_MULTIPLE if name in ("H", "I") else 1
         check_size(name, size, INT32_MAX, least=0 if name == "T" else 1, multiple=multiple)
-    dims = Dims(**{name: int(size) for name, size in sizes.items()})
-    return _memory_plan(dims)
+    check_choice("combine_dtype", combine_dtype, COMBINE_DTYPES)
+    check_pool_factor(pool_factor)
+    dims = Dims(**{name: int(size) for name, size in sizes.items()}, pool_factor=float(pool_factor))
+    return _memory_plan(dims, combine_dtype=combine_dtype)
 
 
-def _memory_plan(dims: Dims, keep_gate_up: bool = False) -> MemoryPlan:
+def _memory_plan(
+    dims: Dims, keep_gate_up: bool = False, combine_dtype: str = "float32"
+) -> MemoryPlan:
     y, *plan, pool, h, counters = forward_results(dims)
     memory = MemoryPlan(
         operands_bytes=_sum_bytes(forward_operands(dims)),
@@ -119,7 +147,7 @@ def _memory_plan(dims: Dims, keep_gate_up: bool = False) -> MemoryPlan:
         h_bytes=h.num_bytes,
         counters_bytes=counters.num_bytes,
         gate_up_bytes=gate_up_array(dims).num_bytes,
-        peer_bytes=_up_to(PAGE_BYTES, peer_array_bytes(dims)) if dims.R > 1 else 0,
+        peer_bytes=_peer_bytes(dims, combine_dtype),
     )
     arrays = forward_operands(dims) + forward_results(dims, keep_gate_up)
     _check_countable("forward", dims, arrays)
@@ -163,7 +191,11 @@ def gate_up_array(dims: Dims) -> ArraySize:
     return ArraySize("gate_up", (dims.pool_rows, 2 * dims.I), _BF16)
 
 
-def peer_array_bytes(dims: Dims) -> int:
+def _peer_bytes(dims: Dims, combine_dtype: str) -> int:
+    return _up_to(PAGE_BYTES, peer_array_bytes(dims, combine_dtype)) if dims.R > 1 else 0
+
+
+def peer_array_bytes(dims: Dims, combine_dtype: str) -> int:
     """The bytes that a rank asks for to share with its peers, as cuda/host/peer_arrays.cc."""
     R, T, K, H = dims.R, dims.T, dims.K, dims.H
     arrays = [
@@ -176,7 +208,7 @@ def peer_array_bytes(dims: Dims) -> int:
         ArraySize("dw", (T, K), _F32),
         ArraySize("x", (T, H), _BF16),
         ArraySize("dy", (T, H), _BF16),
-        ArraySize("sums", (R, T, H), _F32),
+        ArraySize("sums", (R, T, H), np.dtype(combine_dtype)),
     ]
     return sum(_up_to(PEER_ALIGNMENT, array.num_bytes) for array in arrays)
 
@@ -195,7 +227,8 @@ def backward_results(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) 
     """The results of the backward custom call, in their order; all but gradients are workspace.
 
     Args:
-      weight_gradients: the dtype of the weights' gradients; None for a call without them.
+      weight_gradients: the dtype of the weights' gradients; None for a call without them. Those
+        that several passes may add up come in float32, whatever it is.
 
     Raises ValueError as `plan.plan_sizes`.
     """
@@ -224,17 +257,22 @@ def _gradients(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> lis
     if weight_gradients is None:
         return gradients
     weights = [a for a in forward_operands(dims) if a.name in ("w_gate", "w_up", "w_down")]
-    dtype = np.dtype(weight_gradients)
+    dtype = _F32 if dims.max_passes > 1 else np.dtype(weight_gradients)
     return gradients + [ArraySize(f"d{w.name}", w.shape, dtype) for w in weights]
 
 
 def trace_result(dims: Dims, steps: Sequence[Step]) -> ArraySize:
     """The records of a traced call: a header, four an item, one a pool row, one a piece of a sum.
 
-    More than the roles write: they move and sum several rows at a time.
+    More than the roles write: they move and sum several rows at a time. Of several ranks, two a
+    token that is finished and two a block that shares the inputs, and behind all of them what
+    crossed NVLink.
     """
     sizes = plan_sizes(dims, steps)
-    records = 4 * sizes.items + sizes.pool_rows + dims.T * dims.K * ceil_div(dims.H, 256)
+    sums = dims.R * dims.T * dims.K * ceil_div(dims.H, 256)
+    records = 4 * sizes.items + sizes.pool_rows + sums
+    if dims.R > 1:
+        records += 2 * dims.T + 2 * MAX_MULTIPROCESSORS + TRAFFIC_RECORDS
     return ArraySize("trace", (1 + records, 4), _I32)
 
 

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name_fwd
 from jax_megamoe import _backend
 from jax_megamoe._guard import guard
 from jax_megamoe._ids import after_check, canonical_ids, checked
-from jax_megamoe.config import Dims, MegaMoEConfig
+from jax_megamoe.config import POOL_FACTOR, Dims, MegaMoEConfig
 from jax_megamoe.validation import check_call
 
 Array = jax.Array
@@ -33,6 +33,8 @@ def mega_moe(
     activation: str = "swiglu",
     backend: str = "auto",
     save: str = "none",
+    combine_dtype: str = "float32",
+    pool_factor: float = POOL_FACTOR,
     trainable_experts: bool = True,
     return_counts: bool = False,
     debug_checks: bool = False,
@@ -52,8 +54,8 @@ def mega_moe(
       w_down: [E/R, I, H], of w_gate's dtype.
       axis_name: the mesh axis over which the experts are split, R = its size, one of 1, 2, 4, 8;
         None: all experts are here. Rank r holds the experts [r E/R, (r + 1) E/R).
-      precision, activation, backend, save, trainable_experts, return_counts, debug_checks: see
-        `MegaMoEConfig`.
+      precision, activation, backend, save, combine_dtype, pool_factor, trainable_experts,
+        return_counts, debug_checks: see `MegaMoEConfig`.
 
     Returns:
       y [..., H] in the dtype of x; with return_counts also the number of rows of each of this
@@ -69,6 +71,8 @@ def mega_moe(
         activation=activation,
         backend=backend,
         save=save,
+        combine_dtype=combine_dtype,
+        pool_factor=pool_factor,
         trainable_experts=trainable_experts,
         return_counts=return_counts,
         debug_checks=debug_checks,

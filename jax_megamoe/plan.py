@@ -8,6 +8,11 @@ its expert lives on this rank; then it owns one row of the pool. Rows of an expe
 ordered by slot, begin at a multiple of TILE_ROWS and are padded to the next one. An id outside
 [0, E) is no route. The same expert twice in one token gives two rows.
 
+Where the rows do not fit the pool the call is cut into passes, by tokens: each takes an equal part
+of the tokens of every source rank, those of the first part first, and has a plan of its own. A
+token has all its rows in one pass. How many passes a rank needs depends on its routes alone: one,
+or as many as hold any routing (`Dims.max_passes`).
+
 Work is cut into items, each two neighbouring tiles of one step for a pair of blocks that share an
 operand: a tall item (m, n) is the tiles (m, n) and (m + 1, n), which share the weights; a wide one
 is (m, n) and (m, n + 1), which share the rows. Wide items cover the last M-tile of an expert with
@@ -97,13 +102,14 @@ class Sizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The plan of one rank; every array is int32 and of static shape.
+    """The plan of a pass of one rank; every array is int32 and of static shape.
 
     The arrays are NumPy's from the twin and JAX's from the kernel.
 
-    counts: [R, E/R], rows of each (source rank, local expert).
+    counts: [R, E/R], rows of each (source rank, local expert), those of all passes.
     expert_start: [E/R + 1], first pool row of each local expert; the last entry ends the pool.
-    slot_row: [R, T, K], pool row of a local route, else -1.
+    expert_rows: [E/R], rows of each local expert.
+    slot_row: [R, T, K], pool row of a local route of the pass, else -1.
     row_slot: [P], slot of the route that owns the row, -1 for pads and unused rows.
     items: [N, 4], (kind, expert, m, n), all of the first step, then all of the next; -1 behind the
       last. kind is 2 * step, plus 1 if the item is wide. m is the tile of the pool,
@@ -113,11 +119,13 @@ class Plan(NamedTuple):
       Claim c is item waves[c // WAVE_ITEMS].first + c % WAVE_ITEMS, and nothing from end on.
     token_order: [R*T], tokens src*T + t that have a local route, by the pool row of their last one:
       the order in which their sums can be finished; -1 from num_tokens on.
-    totals: [2], (num_waves, num_tokens).
+    totals: [3], (num_waves, num_tokens, num_passes): the last one of the call, 1 or
+      `Dims.max_passes`. A pass behind those leaves all arrays as they are.
     """
 
     counts: Any
     expert_start: Any
+    expert_rows: Any
     slot_row: Any
     row_slot: Any
     items: Any
@@ -192,7 +200,7 @@ def _num_items(tiles_m: int, tiles_n: int) -> int:
 
 
 def plan_sizes(dims: Dims, steps: Sequence[Step]) -> Sizes:
-    """Sizes of the arrays for the worst routing: all routes local, as many pads as there can be.
+    """Sizes of the arrays for the worst routing: a full pool, as many pads as there can be.
 
     Raises:
       ValueError: naming the dimension or the size that the plan cannot hold.
@@ -227,9 +235,10 @@ def plan_sizes(dims: Dims, steps: Sequence[Step]) -> Sizes:
 
 def plan_chunks(dims: Dims) -> int:
     """Chunks that the plan kernel cuts the slots into, as ChunksOf of cuda/shared/plan.h does."""
-    per_source = dims.T * dims.K
-    slots = ceil_div(dims.R * per_source // 128, 1024) * 1024
-    return dims.R * ceil_div(per_source, min(max(slots, 1024), 32 * 1024))
+    parts = dims.R * dims.max_passes
+    part_slots = ceil_div(dims.T, dims.max_passes) * dims.K
+    slots = ceil_div(part_slots // max(1, 128 // parts), 1024) * 1024
+    return parts * ceil_div(part_slots, min(max(slots, 1024), 32 * 1024))
 
 
 def plan_shapes(dims: Dims, steps: Sequence[Step]) -> Plan:
@@ -238,12 +247,13 @@ def plan_shapes(dims: Dims, steps: Sequence[Step]) -> Plan:
     return Plan(
         counts=(dims.R, dims.experts_per_rank),
         expert_start=(dims.experts_per_rank + 1,),
+        expert_rows=(dims.experts_per_rank,),
         slot_row=(dims.R, dims.T, dims.K),
         row_slot=(sizes.pool_rows,),
         items=(sizes.items, 4),
         waves=(sizes.waves, 2),
         token_order=(dims.R * dims.T,),
-        totals=(2,),
+        totals=(3,),
     )
 
 
@@ -275,11 +285,19 @@ def _check_limits(dims: Dims, steps: Sequence[Step]) -> None:
         names.add(step.name)
 
 
-def make_plan(expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step]) -> Plan:
-    """The plan of `rank` for the routing of all ranks.
+def token_range(T: int, pass_idx: int, num_passes: int) -> range:
+    """The tokens of every source rank that a pass takes."""
+    return range(T * pass_idx // num_passes, T * (pass_idx + 1) // num_passes)
+
+
+def make_plan(
+    expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step], pass_idx: int = 0
+) -> Plan:
+    """The plan of `rank` for the routing of all ranks, as it is in a pass.
 
     Args:
       expert_idx: int32 [R, T, K], the global expert of each route.
+      pass_idx: below `Dims.max_passes`.
     """
     sizes = plan_sizes(dims, steps)
     experts = dims.experts_per_rank
@@ -290,7 +308,15 @@ def make_plan(expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Ste
 
     source = slots // max(dims.T * dims.K, 1)
     counts = np.bincount(source * experts + expert, minlength=dims.R * experts)
-    count = counts.reshape(dims.R, experts).sum(axis=0)
+    call_count = counts.reshape(dims.R, experts).sum(axis=0)
+    fits = -(-call_count // TILE_ROWS).sum() * TILE_ROWS <= dims.pool_rows
+    num_passes = 1 if fits else dims.max_passes
+    tokens_of_pass = token_range(dims.T, min(pass_idx, num_passes - 1), num_passes)
+    token = slots // dims.K % max(dims.T, 1)
+    in_pass = (token >= tokens_of_pass.start) & (token < tokens_of_pass.stop)
+    slots, expert = slots[in_pass], expert[in_pass]
+
+    count = np.bincount(expert, minlength=experts)
     tile_start = np.concatenate([[0], np.cumsum(-(-count // TILE_ROWS))])
     expert_start = tile_start * TILE_ROWS
     first_of_expert = np.cumsum(count) - count
@@ -309,12 +335,13 @@ def make_plan(expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Ste
     arrays = (
         counts.reshape(dims.R, experts),
         expert_start,
+        count,
         slot_row.reshape(dims.R, dims.T, dims.K),
         row_slot,
         _padded(items, sizes.items),
         _padded(waves, sizes.waves),
         token_order,
-        np.array([len(waves), tokens.size]),
+        np.array([len(waves), tokens.size, num_passes]),
     )
     return Plan(*(a.astype(np.int32) for a in arrays))
 

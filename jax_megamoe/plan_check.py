@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_megamoe.config import TILE_ROWS, Dims
-from jax_megamoe.plan import WAVE_ITEMS, Plan, Step, plan_shapes
+from jax_megamoe.plan import WAVE_ITEMS, Plan, Step, plan_shapes, token_range
 
 
 class PlanError(AssertionError):
@@ -14,12 +14,18 @@ class PlanError(AssertionError):
 
 
 def check_plan(
-    plan: Plan, expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step]
+    plan: Plan,
+    expert_idx: np.ndarray,
+    dims: Dims,
+    rank: int,
+    steps: Sequence[Step],
+    pass_idx: int = 0,
 ) -> None:
     """Checks every rule of `Plan` against the routing, none by building a second plan.
 
     Args:
       expert_idx: int32 [R, T, K], the routing the plan was made for.
+      pass_idx: whose plan it is; one that the routing needs.
 
     Raises:
       PlanError: naming the broken rule.
@@ -27,6 +33,7 @@ def check_plan(
     local = expert_idx.astype(np.int64).reshape(-1) - rank * dims.experts_per_rank
     local = np.where((local >= 0) & (local < dims.experts_per_rank), local, -1)
     _check_arrays(plan, dims, steps)
+    local = _check_passes(plan, local, dims, pass_idx)
     _check_rows(plan, local, dims)
     _check_tokens(plan, local, dims)
     items = _claimed_items(plan, steps)
@@ -47,17 +54,35 @@ def _check_arrays(plan: Plan, dims: Dims, steps: Sequence[Step]) -> None:
         )
 
 
-def _check_rows(plan: Plan, local: np.ndarray, dims: Dims) -> None:
-    """Rows and slots; local is int64 [R*T*K], the local expert of each slot or -1."""
-    experts = dims.experts_per_rank
-    start = plan.expert_start.astype(np.int64)
-    per_source = local.reshape(dims.R, -1)
-    for e in range(experts):
+def _check_passes(plan: Plan, local: np.ndarray, dims: Dims, pass_idx: int) -> np.ndarray:
+    """How many passes there are, and the counts of them all.
+
+    local is int64 [R*T*K], the local expert of each slot or -1; returns it with those alone of the
+    tokens of the pass.
+    """
+    for e in range(dims.experts_per_rank):
         _require(
-            np.array_equal(plan.counts[:, e], (per_source == e).sum(axis=1)),
+            np.array_equal(plan.counts[:, e], (local.reshape(dims.R, -1) == e).sum(axis=1)),
             f"counts of local expert {e} are its routes per source",
         )
-    count = plan.counts.astype(np.int64).sum(axis=0)
+    tiles = -(-plan.counts.astype(np.int64).sum(axis=0) // TILE_ROWS)
+    fits = tiles.sum() * TILE_ROWS <= dims.pool_rows
+    num_passes = int(plan.totals[2])
+    _require(
+        num_passes == (1 if fits else dims.max_passes),
+        "one pass takes all rows that fit the pool, and as many as any routing needs take others",
+    )
+    _require(pass_idx < num_passes, "a pass takes a part of the tokens")
+    taken = np.zeros((dims.R, dims.T, dims.K), bool)
+    taken[:, token_range(dims.T, pass_idx, num_passes)] = True
+    return np.where(taken.reshape(-1), local, -1)
+
+
+def _check_rows(plan: Plan, local: np.ndarray, dims: Dims) -> None:
+    """Rows and slots; local is int64 [R*T*K], the local expert of each slot or -1."""
+    start = plan.expert_start.astype(np.int64)
+    count = np.bincount(local[local >= 0], minlength=dims.experts_per_rank)
+    _require(np.array_equal(plan.expert_rows, count), "expert_rows are the rows of each expert")
     _require(start[0] == 0, "the first expert starts at row 0")
     _require(
         np.array_equal(np.diff(start), -(-count // TILE_ROWS) * TILE_ROWS),

@@ -13,7 +13,9 @@ The order of summation (the contract):
 Hence y, dx and dW are bitwise equal for every R that splits the same global batch.
 
 Roundings of precision="bf16" (none in precision="float32"): x, dy and the weights on entry; h and o
-in the forward; g, u, d(g, u), w h and the rows of dx in the backward; y and dx at the root.
+in the forward; g, u, d(g, u), w h and the rows of dx in the backward; y and dx at the root. With
+combine_dtype="bfloat16" and several ranks also each rank's sum of a token, in both passes, which
+depends on how many ranks there are.
 """
 
 import functools
@@ -90,11 +92,11 @@ def forward(
         pool = _put_rows(pool, i, _slot_weight(ws, t) * o)
         return [pool, *(_put_gate_up(a, i, g, u) for a in gate_up)]
 
-    carry = [_zeros_like_vma((dims.pool_rows, dims.H), xs)]
+    carry = [_zeros_like_vma((dims.most_rows, dims.H), xs)]
     if keep_gate_up:
         carry.append(_gate_up_pool(dims, config, xs))
     pool, *gate_up = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
-    y = round_(_combine(pool, rows, dims, axis_name))
+    y = round_(_combine(pool, rows, dims, config, axis_name))
     return y.astype(x.dtype), rows.counts, *gate_up
 
 
@@ -153,10 +155,10 @@ def backward(
         return (_put_rows(dx_pool, i, dx), _put_rows(dw_pool, i, dw), *dw_experts)
 
     weights = (w_gate, w_up, w_down) if config.trainable_experts else ()
-    shapes = [(dims.pool_rows, dims.H), (dims.pool_rows, 1), *(w.shape for w in weights)]
+    shapes = [(dims.most_rows, dims.H), (dims.most_rows, 1), *(w.shape for w in weights)]
     carry = tuple(_zeros_like_vma(shape, xs) for shape in shapes)
     dx_pool, dw_pool, *dw_experts = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
-    dx = round_(_combine(dx_pool, rows, dims, axis_name))
+    dx = round_(_combine(dx_pool, rows, dims, config, axis_name))
     dw = jnp.where(rows.slot_block >= 0, dw_pool[rows.slot_row, 0], 0)
     dw = _exchange(dw.reshape(dims.R, dims.T, dims.K), axis_name)
     return dx.astype(x.dtype), dw, *dw_experts
@@ -268,7 +270,7 @@ def _put_rows(pool: Array, i: Array, tile_rows: Array) -> Array:
 def _gate_up_pool(dims: Dims, config: MegaMoEConfig, like: Array) -> Array:
     """An empty pool of g beside u, [P, 2I], in the dtype to which the backward rounds them."""
     dtype = jnp.bfloat16 if config.precision == "bf16" else jnp.float32
-    return _zeros_like_vma((dims.pool_rows, 2 * dims.I), like, dtype)
+    return _zeros_like_vma((dims.most_rows, 2 * dims.I), like, dtype)
 
 
 def _put_gate_up(pool: Array, i: Array, g: Array, u: Array) -> Array:
@@ -279,7 +281,9 @@ def _tile_rows(pool: Array, i: Array) -> Array:
     return lax.dynamic_slice_in_dim(pool, i * TILE_ROWS, TILE_ROWS, axis=0)
 
 
-def _combine(pool: Array, rows: _Rows, dims: Dims, axis_name: str | None) -> Array:
+def _combine(
+    pool: Array, rows: _Rows, dims: Dims, config: MegaMoEConfig, axis_name: str | None
+) -> Array:
     """Each token's rows summed in the contract's order: [P, H] -> float32 [T, H]."""
     num_tokens, num_blocks = dims.R * dims.T, dims.num_blocks // dims.R
     slot_row = rows.slot_row.reshape(num_tokens, dims.K)
@@ -293,6 +297,8 @@ def _combine(pool: Array, rows: _Rows, dims: Dims, axis_name: str | None) -> Arr
     sums = _zeros_like_vma((num_tokens, num_blocks, dims.H), pool)
     sums = lax.fori_loop(0, dims.K, add_choice, sums)
     root = _tree_sum([sums[:, b] for b in range(num_blocks)])
+    if dims.R > 1 and config.combine_dtype == "bfloat16":
+        root = _rounding("bf16")(root)
     return _exchange(root.reshape(dims.R, dims.T, dims.H), axis_name)
 
 

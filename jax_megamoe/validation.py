@@ -4,6 +4,7 @@ launch. A message names the argument, says what it was and what it may be.
 
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Never
 
@@ -14,6 +15,7 @@ import numpy as np
 from jax_megamoe.config import (
     ACTIVATIONS,
     BACKENDS,
+    COMBINE_DTYPES,
     INT32_MAX,
     KERNEL_MULTIPLE,
     MAX_CHOICES,
@@ -76,6 +78,14 @@ def check_size(name: str, value: Any, most: int, *, least: int = 1, multiple: in
         refuse(ValueError, name, str(value), allowed)
 
 
+def check_pool_factor(value: Any) -> None:
+    allowed = "a finite number of at least 1, static"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        refuse(TypeError, "pool_factor", f"{value!r} ({type(value).__name__})", allowed)
+    if not 1 <= value <= sys.float_info.max:
+        refuse(ValueError, "pool_factor", repr(value), allowed)
+
+
 def check_float_dtype(name: str, value: Any) -> None:
     """value: what JAX takes for a dtype."""
     try:
@@ -95,8 +105,10 @@ def check_config(config: MegaMoEConfig) -> None:
         ("activation", ACTIVATIONS),
         ("backend", BACKENDS),
         ("save", SAVES),
+        ("combine_dtype", COMBINE_DTYPES),
     ):
         check_choice(name, getattr(config, name), choices)
+    check_pool_factor(config.pool_factor)
     for name in ("trainable_experts", "return_counts", "debug_checks"):
         check_flag(name, getattr(config, name))
     if config.backend == "cuda" and config.precision == "float32":
@@ -105,6 +117,13 @@ def check_config(config: MegaMoEConfig) -> None:
             "precision",
             "'float32' with backend='cuda'",
             "'bf16' there; 'float32' exists with backend='reference' only",
+        )
+    if config.combine_dtype == "bfloat16" and config.precision == "float32":
+        refuse(
+            ValueError,
+            "combine_dtype",
+            "'bfloat16' with precision='float32'",
+            "'float32' there, where nothing is rounded; 'bfloat16' goes with precision='bf16'",
         )
 
 
@@ -138,6 +157,7 @@ def check_call(
         R=num_ranks,
         H=x.shape[-1],
         I=w_gate.shape[2],
+        pool_factor=float(config.pool_factor),
     )
     _check_dims(dims, config)
     return dims

@@ -98,17 +98,8 @@ def tiny_without_sums() -> None:
 def _small_calls(all_launches: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
     num_calls = 0
     for size, dtype in (((5, 8, 16, 64, 64), F32), ((150, 3, 6, 320, 192), BF16)):
-        tokens, choices, experts, hidden, intermediate = size
         for routing in sorted(ROUTINGS):
-            ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
-            batch = cases.oracle(
-                ids,
-                0.125,
-                num_experts=experts,
-                hidden=hidden,
-                intermediate=intermediate,
-                dtype=BF16,
-            )
+            batch = cases.oracle_of(size, routing)
             right = cases.oracle_results(batch)
             for launches in all_launches:
                 results = launched(*operands(batch, dtype), dims=dims_of(batch), launches=launches)

@@ -224,3 +224,26 @@ ROUTINGS = {
     ),
     "nothing": Routing(lambda rng, t, k, e: np.full((t, k), -1)),
 }
+
+# T of all ranks, K, E, H, I.
+Size = tuple[int, ...]
+
+
+def normal_of(size: Size, routing: str | np.ndarray, *, seed: int = 0) -> Batch:
+    """A `normal` batch in bf16; routing: the name of one of ROUTINGS, or ids [T, K]."""
+    ids, widths = _ids_and_widths(size, routing)
+    return normal(ids, **widths, seed=seed, dtype=BF16)
+
+
+def oracle_of(size: Size, routing: str | np.ndarray, weight: Any = 0.125) -> Batch:
+    """An `oracle` batch in bf16, as `normal_of`."""
+    ids, widths = _ids_and_widths(size, routing)
+    return oracle(ids, weight, **widths, dtype=BF16)
+
+
+def _ids_and_widths(size: Size, routing: str | np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    tokens, choices, experts, hidden, intermediate = size
+    if isinstance(routing, str):
+        routing = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
+    widths = {"num_experts": experts, "hidden": hidden, "intermediate": intermediate}
+    return routing, widths

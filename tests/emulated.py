@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
-from jax_megamoe.config import Dims
-from jax_megamoe.memory import gate_up_array, peer_array_bytes
+from jax_megamoe.config import POOL_FACTOR, Dims
+from jax_megamoe.memory import gate_up_array, peer_array_bytes, trace_result
 from jax_megamoe.plan import (
     MAX_STEPS,
     Plan,
@@ -31,16 +31,22 @@ from jax_megamoe.plan import (
     forward_steps,
     make_plan,
     plan_shapes,
-    plan_sizes,
 )
 from tests.cases import BF16, F32, Batch
 
 ROOT = Path(__file__).resolve().parents[1]
+RANKS = ROOT / "tests" / "ranks"
+# The ranks on one GPU; made with the test build.
+ONE_GPU = ROOT / "build" / "one_gpu"
 # By program, what it needs of cuda/host.
 HOST_SOURCES = {
     "main": ("backward", "forward", "layer", "peer_arrays", "tensor_map"),
-    "peers": ("exchange", "nccl", "peer_records", "peers"),
+    "peers": (
+        *("exchange", "fault", "nccl", "peer_processes", "peer_records", "peers"),
+        *("process", "process_watch"),
+    ),
     "plan": (),
+    "watch": ("process", "process_watch"),
 }
 
 
@@ -69,7 +75,7 @@ def with_fault(number: int) -> Iterator[None]:
 
 
 @functools.cache
-def _program(name: str) -> Path:
+def program(name: str) -> Path:
     """Compiles a program of the emulator, once a process; skips the test without a compiler or
     CUDA's headers, unless the machine declares them (JAX_MEGAMOE_NVCC=1)."""
     compiler, headers = shutil.which("g++"), _cuda_headers()
@@ -80,8 +86,9 @@ def _program(name: str) -> Path:
     folder = Path(tempfile.mkdtemp())
     emulator = ROOT / "tests" / "emulator"
     sources = [emulator / f"{name}.cc", emulator / "machine.cc"]
+    sources += [RANKS / "calls.cc"] if name == "main" else []
     sources += [ROOT / "cuda" / "host" / f"{source}.cc" for source in HOST_SOURCES[name]]
-    includes = [f"-I{emulator}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
+    includes = [f"-I{emulator}", f"-I{RANKS}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
     command = [compiler, "-std=c++20", "-O2", "-DMEGAMOE_FAULTS", *includes, *map(str, sources)]
     program = folder / name
     result = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
@@ -89,13 +96,12 @@ def _program(name: str) -> Path:
     return program
 
 
-def _output(name: str, arrays: Iterable[np.ndarray]) -> bytes:
+def _output(program: Path, arrays: Iterable[np.ndarray]) -> bytes:
     """What a program writes when it gets the arrays."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / end for end in ("in", "out")]
         paths[0].write_bytes(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
-        command = [_program(name), *paths]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        run = subprocess.run([program, *paths], capture_output=True, text=True, timeout=600)
         assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
         return paths[1].read_bytes()
 
@@ -113,42 +119,65 @@ def _split(raw: bytes, results: list[tuple[tuple[int, ...], np.dtype]]) -> list[
 U32 = np.dtype(np.uint32)
 # Words that the plan clears on the side.
 NUM_CLEARED = 1000
+# What memory holds before.
+GARBAGE = 0x7B7B7B7B
 
 
 def plan(
+    expert_idx: np.ndarray, dims: Dims, rank: int, steps: Sequence[Step], **options: Any
+) -> Plan:
+    """As `plan.make_plan`, by the kernels of the plan; options as for `plans`."""
+    return plans(expert_idx, dims, rank, steps, num_plans=1, **options)[0]
+
+
+def plans(
     expert_idx: np.ndarray,
     dims: Dims,
     rank: int,
     steps: Sequence[Step],
     *,
+    num_plans: int,
     seed: int = 0,
-    has_failed: bool = False,
-) -> Plan:
-    """As `plan.make_plan`, by the kernels of the plan.
+    failed_pass: int = -1,
+) -> list[Plan]:
+    """What the arrays of the plan hold in each of the first passes of a call.
 
     Args:
       seed: of the order of warps and blocks.
-      has_failed: the call has given up waiting for the routes.
+      failed_pass: before which a wait of the call has given up, in 0 that for the routes; -1: none.
     """
-    header = [dims.T, dims.K, dims.E, dims.R, rank, len(steps), seed, NUM_CLEARED, has_failed]
+    header = [dims.T, dims.K, dims.E, dims.R, rank, len(steps), seed, NUM_CLEARED, failed_pass]
+    header += [num_plans, dims.pool_routes]
     for step in steps:
         header += [step.tiles_m or 0, step.tiles_n, step.lag]
     header += [0] * 3 * (MAX_STEPS - len(steps))
-    shapes = [*plan_shapes(dims, steps), (NUM_CLEARED,)]
-    raw = _output("plan", (np.array(header, np.int32), expert_idx))
-    *arrays, cleared = _split(raw, [(shape, np.dtype(np.int32)) for shape in shapes])
-    assert not cleared.any()
-    return Plan(*arrays)
+    shapes = [*plan_shapes(dims, steps), (NUM_CLEARED,)] * num_plans
+    raw = _output(program("plan"), (np.array(header, np.int32), expert_idx))
+    arrays = _split(raw, [(shape, np.dtype(np.int32)) for shape in shapes])
+    found = []
+    for p in range(num_plans):
+        *of_pass, cleared = arrays[p * len(arrays) // num_plans :][: len(arrays) // num_plans]
+        found.append(Plan(*of_pass))
+        # With the plan of every pass, and only with it.
+        is_made = (failed_pass <= 0 or p < failed_pass) and p < found[-1].totals[2]
+        assert not cleared.any() if is_made else np.all(cleared == GARBAGE)
+    return found
 
 
 def peers(num_ranks: int, *arguments: str) -> list[list[str]]:
     """What each call of each rank returned, [step][rank]; the arguments are those of
     tests/emulator/peers.cc."""
-    command = [_program("peers"), str(num_ranks), *arguments]
+    return peers_and_warnings(num_ranks, *arguments)[0]
+
+
+def peers_and_warnings(num_ranks: int, *arguments: str) -> tuple[list[list[str]], list[str]]:
+    """The same, and the lines on standard error."""
+    command = [program("peers"), str(num_ranks), *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
+    assert run.returncode == 0, run.stderr
     texts = [line.split(" ", 2)[2] for line in run.stdout.splitlines()]
-    return [texts[i : i + num_ranks] for i in range(0, len(texts), num_ranks)]
+    steps = [texts[i : i + num_ranks] for i in range(0, len(texts), num_ranks)]
+    return steps, run.stderr.splitlines()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +185,11 @@ class Call:
     """One call of either pass; its results are those of the custom call.
 
     Attributes:
-      float_gradients: the weights' gradients come in float32, else in bf16.
+      float_gradients: the weights' gradients come in float32; else in bf16, unless there may be
+        several passes.
       trainable: there are such gradients.
       keep: the kernels of save="gate_up". kept: what a backward takes of its forward.
-      launches: as for the custom calls; None: fused.
+      launches: as for the custom calls; None: fused. trace: likewise.
     """
 
     batch: Batch
@@ -169,6 +199,7 @@ class Call:
     keep: bool = False
     kept: np.ndarray | None = None
     launches: tuple[int, ...] | None = None
+    trace: bool = False
 
     def steps(self, dims: Dims) -> tuple[Step, ...]:
         if self.is_backward:
@@ -178,25 +209,27 @@ class Call:
     def results(self, dims: Dims) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Of one rank, in their order."""
         results = [((dims.T, dims.H), BF16)]
-        if not self.is_backward:
-            kept = gate_up_array(dims)
-            return [*results, (kept.shape, kept.dtype)] if self.keep else results
-        results.append(((dims.T, dims.K), F32))
-        if self.trainable:
-            dtype = F32 if self.float_gradients else BF16
+        if self.is_backward:
+            results.append(((dims.T, dims.K), F32))
+        if self.is_backward and self.trainable:
+            dtype = F32 if self.float_gradients or dims.max_passes > 1 else BF16
             weights = (self.batch.w_gate, self.batch.w_up, self.batch.w_down)
             results += [((dims.experts_per_rank, *w.shape[1:]), dtype) for w in weights]
-        return results
+        others = [gate_up_array(dims)] if self.keep else []
+        others += [trace_result(dims, self.steps(dims))] if self.trace else []
+        return [*results, *((array.shape, array.dtype) for array in others)]
 
     def header(self, dims: Dims) -> bytes:
         launches = self.launches
         if launches is None:
             launches = _ffi.BACKWARD_FUSED if self.is_backward else _ffi.FUSED
         steps = self.steps(dims)
-        _, items, waves = plan_sizes(dims, steps)
         keeps = self.keep or self.kept is not None
-        numbers = [self.is_backward, len(steps), items, waves, self.float_gradients, keeps]
-        numbers += [len(launches), 0]
+        trace = trace_result(dims, steps).shape[0] if self.trace else 0
+        numbers = [self.is_backward, len(steps), self.float_gradients or dims.max_passes > 1]
+        numbers += [keeps, len(launches), trace]
+        for of_steps in zip(*((s.tiles_m or 0, s.tiles_n, s.lag) for s in steps), strict=True):
+            numbers += [*of_steps, *[0] * (MAX_STEPS - len(steps))]
         parts = [*launches, *[0] * (8 - len(launches))]
         return np.array(numbers, np.int32).tobytes() + np.array(parts, np.int64).tobytes()
 
@@ -270,34 +303,45 @@ def failed_ranks(calls: Sequence[Call], *, ranks: int, **options: Any) -> list[i
     return _run(calls, ranks, **options)[1]
 
 
-def _dims_of(batch: Batch, ranks: int) -> Dims:
+def dims_of(batch: Batch, ranks: int, pool_factor: float = POOL_FACTOR) -> Dims:
     (tokens, hidden), choices = batch.x.shape, batch.expert_idx.shape[1]
     experts, _, intermediate = batch.w_gate.shape
     assert tokens % ranks == 0 and experts % ranks == 0
-    return Dims(T=tokens // ranks, K=choices, E=experts, R=ranks, H=hidden, I=intermediate)
+    sizes = {"T": tokens // ranks, "K": choices, "E": experts, "H": hidden, "I": intermediate}
+    return Dims(**sizes, R=ranks, pool_factor=pool_factor)
 
 
 def _run(
     calls: Sequence[Call],
     ranks: int,
     *,
+    pool_factor: float = POOL_FACTOR,
     multiprocessors: int = 4,
+    one_gpu: bool = False,
     seed: int = 0,
     failed_ranks: Sequence[int] = (),
     deadline_rounds: int = 0,
+    combine_dtype: str = "float32",
+    ended_ranks: Sequence[int] = (),
 ) -> tuple[list[list[np.ndarray]], list[int]]:
     """What `run` and `failed_ranks` return.
 
     Args:
-      multiprocessors: the blocks of a device's kernel, all resident.
-      seed: of the order in which everything happens.
+      pool_factor: as of `MegaMoEConfig`.
+      multiprocessors: of each rank; the blocks of its kernel, all resident.
+      one_gpu: not on the emulated machine but on a GPU, whose multiprocessors the ranks share.
+      seed: of the order in which everything happens; on a GPU, of delays.
       failed_ranks: their waits give up soon in every call, as after the first one that did.
       deadline_rounds: after which a wait gives up, in turns of the machine; 0: never.
+      combine_dtype: as in `MegaMoEConfig`.
+      ended_ranks: which the host has found to be gone.
     """
-    dims = _dims_of(calls[0].batch, ranks)
+    dims = dims_of(calls[0].batch, ranks, pool_factor)
     header = [len(calls), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
-    header += [dims.pool_rows, multiprocessors, seed, _fault]
-    header += [sum(1 << rank for rank in failed_ranks), deadline_rounds, peer_array_bytes(dims)]
+    header += [dims.pool_routes, multiprocessors, seed, _fault]
+    header += [sum(1 << rank for rank in failed_ranks), deadline_rounds]
+    header += [peer_array_bytes(dims, combine_dtype), combine_dtype == "bfloat16"]
+    header += [sum(1 << rank for rank in ended_ranks), not one_gpu]
     arrays: list[np.ndarray] = [np.array(header, np.int32)]
     results = []
     for call in calls:
@@ -305,11 +349,13 @@ def _run(
         ids = call.batch.expert_idx.astype(np.int32).reshape(dims.R, dims.T, dims.K)
         operands = call.operands()
         for rank in range(dims.R):
-            plan = make_plan(ids, dims, rank, call.steps(dims))
-            arrays += [*plan, *(np.split(a, dims.R)[rank] for a in operands)]
+            for pass_idx in range(0 if one_gpu else dims.max_passes):
+                arrays += make_plan(ids, dims, rank, call.steps(dims), pass_idx)
+            arrays += [np.split(a, dims.R)[rank] for a in operands]
         results.append(call.results(dims))
     shapes = [result for of_call in results for result in of_call * dims.R]
-    *found, failed_epochs = _split(_output("main", arrays), [*shapes, ((dims.R,), U32)])
+    raw = _output(ONE_GPU if one_gpu else program("main"), arrays)
+    *found, failed_epochs = _split(raw, [*shapes, ((dims.R,), U32)])
     found_by_call = []
     for of_call in results:
         own, found = found[: len(of_call) * dims.R], found[len(of_call) * dims.R :]

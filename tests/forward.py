@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from jax_megamoe import _ffi, mega_moe
 from jax_megamoe.config import Dims, MegaMoEConfig
-from tests import cases
-from tests.cases import BF16, ROUTINGS, Batch
+from tests.cases import Batch, Size, normal_of
 
 # T, K, E, H, I: one tile and many, one column tile and many, half tiles, more routes than a batch.
 SIZES = (
@@ -50,18 +49,9 @@ def operands(batch: Batch) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=4)
-def random_batch(size: tuple[int, ...], routing: str, seed: int = 0) -> Batch:
+def random_batch(size: Size, routing: str, seed: int = 0) -> Batch:
     """Drawn once for the tests that use it in a row, so its arrays are read-only."""
-    tokens, choices, experts, hidden, intermediate = size
-    ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
-    batch = cases.normal(
-        ids,
-        num_experts=experts,
-        hidden=hidden,
-        intermediate=intermediate,
-        seed=seed,
-        dtype=BF16,
-    )
+    batch = normal_of(size, routing, seed=seed)
     for a in batch:
         a.flags.writeable = False
     return batch

@@ -117,21 +117,9 @@ def steps(num_steps: str) -> None:
 def tiny() -> None:
     """Small calls of every kind, fused and in parts, each exact: for a checker that slows them."""
     num_calls = 0
-    for tokens, choices, experts, hidden, intermediate in (
-        (1, 1, 1, 64, 64),
-        (5, 8, 16, 64, 64),
-        (150, 3, 6, 320, 192),
-    ):
+    for size in ((1, 1, 1, 64, 64), (5, 8, 16, 64, 64), (150, 3, 6, 320, 192)):
         for routing in sorted(ROUTINGS):
-            ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
-            batch = cases.oracle(
-                ids,
-                0.125,
-                num_experts=experts,
-                hidden=hidden,
-                intermediate=intermediate,
-                dtype=BF16,
-            )
+            batch = cases.oracle_of(size, routing)
             right = cases.oracle_results(batch).y
             for launches in (_ffi.FUSED, _ffi.UNFUSED):
                 y, _ = launched(*operands(batch), dims=dims_of(batch), launches=launches)
@@ -165,7 +153,7 @@ def delays(path: str, num_runs: str) -> None:
 def too_large() -> None:
     """A call that no device holds, one for which nothing is free, and the same one afterwards."""
     limit = (jax.local_devices()[0].memory_stats() or {})["bytes_limit"]
-    sizes = {"K": 8, "E": 8, "H": 1024, "I": 64}
+    sizes: dict[str, Any] = {"K": 8, "E": 8, "H": 1024, "I": 64}
     per_token = memory_plan(T=1001, **sizes).total_bytes - memory_plan(T=1, **sizes).total_bytes
 
     def call(fraction: float) -> list[int]:

@@ -2,7 +2,7 @@
 
     python -m tests.peer_programs PORT PROCESS
 
-It prints one line, the fields of `Found` as JSON.
+It says one line, the fields of `Found` as JSON.
 """
 
 import json
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tests import peers
+from tests import peers, processes
 
 AXIS = "expert"
 SIZES = (5, 100_000, 17)
@@ -35,9 +35,8 @@ class Found(NamedTuple):
 
 
 def main(port: str, process: str) -> None:
-    jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+    rank = processes.join(port, process)
     mesh = Mesh(np.array(jax.devices("cuda")), (AXIS,))
-    rank = int(process)
     found = Found(
         local_devices=len(jax.local_devices(backend="cuda")),
         wrong=[count_wrong(mesh, rank, N) for N in SIZES],
@@ -48,7 +47,7 @@ def main(port: str, process: str) -> None:
         ),
         wrong_afterwards=count_wrong(mesh, rank, SIZES[0]),
     )
-    print(json.dumps(found._asdict()), flush=True)
+    processes.say(json.dumps(found._asdict()))
 
 
 def local(f: Any, mesh: Mesh, rank: int, N: int) -> np.ndarray:

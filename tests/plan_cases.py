@@ -18,11 +18,11 @@ class Case:
     expert_idx: np.ndarray
     steps: tuple[Step, ...]
 
-    def plan(self) -> Plan:
-        return make_plan(self.expert_idx, self.dims, self.rank, self.steps)
+    def plan(self, pass_idx: int = 0) -> Plan:
+        return make_plan(self.expert_idx, self.dims, self.rank, self.steps, pass_idx)
 
-    def check(self, plan: Plan) -> None:
-        check_plan(plan, self.expert_idx, self.dims, self.rank, self.steps)
+    def check(self, plan: Plan, pass_idx: int = 0) -> None:
+        check_plan(plan, self.expert_idx, self.dims, self.rank, self.steps, pass_idx)
 
 
 def make_case(dims: Dims, rank: int, kind: str, seed: int, backward: bool) -> Case:
@@ -132,3 +132,24 @@ def waves_of(plan: Plan, step: int) -> np.ndarray:
 
 def waves_swapped(plan: Plan, i: int, j: int) -> Plan:
     return plan._replace(waves=swapped(plan.waves, i, j))
+
+
+def case_of_passes(rng: np.random.Generator) -> tuple[Case, int]:
+    """A case of several ranks with a small pool, and how many passes its routing needs.
+
+    Of most tokens the routes are the rank's, spread or of few experts, some ids are invalid.
+    """
+    ranks = int(rng.choice(RANK_COUNTS[1:]))
+    experts = int(rng.choice([1, 1, 2, 6]))
+    tokens = int(rng.choice([1, 2, 3, int(rng.integers(4, 40)), int(rng.integers(40, 400))]))
+    choices = int(rng.integers(1, 9))
+    factor = float(rng.choice([1, 1, 1.25, 2]))
+    dims = Dims(T=tokens, K=choices, E=ranks * experts, R=ranks, H=512, I=256, pool_factor=factor)
+    rank = int(rng.integers(ranks))
+    local = rng.integers(0, int(rng.integers(1, experts + 1)), (ranks, tokens, choices))
+    elsewhere = rng.integers(-1, dims.E, local.shape)
+    is_local = rng.random(local.shape) < rng.choice([0.3, 0.9, 1.0, 1.0])
+    ids = np.where(is_local, rank * experts + local, elsewhere).astype(np.int32)
+    steps = backward_steps(dims) if rng.random() < 0.5 else forward_steps(dims)
+    case = Case(dims, rank, ids, steps)
+    return case, int(case.plan().totals[2])

@@ -32,14 +32,17 @@ def run_on_gpu(
     return _run([*under, sys.executable, *arguments], _gpu_environment(environment), timeout_s)
 
 
-def start_on_gpu(*arguments: str, stderr: IO[str], **environment: str) -> subprocess.Popen[str]:
-    """Starts Python as `run_on_gpu` runs it, with pipes to its input and from its output."""
+def start_on_gpu(
+    *arguments: str, stderr: IO[str], stdout: IO[str] | int = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
+    """Starts Python as `run_on_gpu` runs it, with pipes to its input and, unless a file takes it,
+    from its output."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
         env=_gpu_environment(environment),
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=stderr,
         text=True,
     )

@@ -3,8 +3,9 @@
 namespace megamoe {
 namespace {
 
-__global__ __launch_bounds__(kShareThreads) void ShareKernel(
-    const __grid_constant__ ShareParams params) {
+// A block on each multiprocessor: registers for one, not for as many as fit.
+__global__ __launch_bounds__(kShareThreads,
+                             1) void ShareKernel(const __grid_constant__ ShareParams params) {
   ShareInputs(params);
 }
 

@@ -19,31 +19,60 @@
 #pragma once
 
 #include "comm/share_inputs.h"
+#include "comm/trace.cuh"
+#include "comm/traffic.cuh"
 #include "comm/wait.cuh"
 
 namespace megamoe {
 
-// Elements of 16 bytes, or of 4: a rank's part of the routing begins at no multiple of 16.
+// Elements of 16 bytes, or of 4: a rank's part of the routing begins at no multiple of 16. Returns
+// how many bytes this thread has copied.
+//
+// A thread loads several before it stores them: one after another they would wait for memory.
 template <typename T>
-__device__ inline void CopyShare(T* to, const void* from, int64_t count) {
-  for (int64_t i = int64_t{blockIdx.x} * kShareThreads + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * kShareThreads) {
-    to[i] = static_cast<const T*>(from)[i];
+__device__ inline int64_t CopyShare(T* to, const void* from, int64_t count) {
+  constexpr int kAtOnce = 8;
+  const int64_t stride = int64_t{gridDim.x} * kShareThreads;
+  int64_t bytes = 0;
+  for (int64_t first = int64_t{blockIdx.x} * kShareThreads + threadIdx.x; first < count;
+       first += kAtOnce * stride) {
+    T elements[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t at = first + i * stride;
+      if (at < count) elements[i] = static_cast<const T*>(from)[at];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t at = first + i * stride;
+      if (at >= count) break;
+      to[at] = elements[i];
+      bytes += sizeof(T);
+    }
   }
+  return bytes;
 }
 
-__device__ inline void ShareInputs(const ShareParams& p) {
+// A block's part of them.
+__device__ inline void CopyInputs(const ShareParams& p) {
+  const TraceScope trace(p.trace, kTraceShare, threadIdx.x == 0);
   const int rank = p.wait.rank;
   const int64_t vectors = int64_t{p.dims.T} * p.H * 2 / static_cast<int64_t>(sizeof(uint4));
   const int64_t slots = int64_t{p.dims.T} * p.dims.K;
   CopyShare(p.peers.x[rank], p.x, vectors);
   if (p.dy != nullptr) CopyShare(p.peers.dy[rank], p.dy, vectors);
   for (int r = 0; r < p.dims.R; ++r) {
-    CopyShare(p.peers.expert_idx[r] + rank * slots, p.expert_idx, slots);
-    CopyShare(p.peers.expert_weight[r] + rank * slots, p.expert_weight, slots);
+    int64_t bytes = CopyShare(p.peers.expert_idx[r] + rank * slots, p.expert_idx, slots);
+    bytes += CopyShare(p.peers.expert_weight[r] + rank * slots, p.expert_weight, slots);
+    if (r != rank) CountTraffic<&PeerTraffic::routing_sent>(p.trace, bytes);
   }
   ptx::FenceSystem();
   __syncthreads();
+}
+
+__device__ inline void ShareInputs(const ShareParams& p) {
+  CopyInputs(p);
+  const int rank = p.wait.rank;
   if (threadIdx.x >= kWarpThreads) return;
   const int lane = static_cast<int>(threadIdx.x);
   unsigned ended = 0;
@@ -55,6 +84,8 @@ __device__ inline void ShareInputs(const ShareParams& p) {
   ptx::FenceSystem();
   const bool is_rank = lane < p.dims.R;
   if (is_rank) ptx::StoreReleaseSystem(p.peers.inputs_done[lane] + rank, p.peers.epoch);
+  if (is_rank && lane != rank) CountTraffic<&PeerTraffic::flags_sent>(p.trace, sizeof(uint32_t));
+  const TraceScope wait(p.trace, kTraceWait | kTraceShare, lane == 0);
   const WaitSite site = {Phase::kPeerInputs, lane, -1, static_cast<int32_t>(blockIdx.x)};
   const auto poll = [&] { return ptx::LoadAcquireSystem(p.peers.inputs_done[rank] + lane); };
   BoundedWait(is_rank, poll, p.peers.epoch, /*pause_ns=*/100, p.wait, site);

@@ -9,6 +9,7 @@
 #include "shared/fault.h"
 #include "shared/peer_arrays.h"
 #include "shared/problem.h"
+#include "shared/trace.h"
 
 namespace megamoe {
 
@@ -23,6 +24,7 @@ struct ShareParams {
   const float* expert_weight;  // [T, K]
   WaitContext wait;
   PeerArrays peers;
+  TraceBuffer trace;
 };
 
 CudaStatus LoadShareInputs();

@@ -50,22 +50,34 @@ __device__ inline void RecordFault(const WaitContext& context, const WaitSite& s
   ptx::StoreReleaseSystem(&page->record_epoch, context.epoch);
 }
 
-// Whether a wait of the call has given up.
+// Whether a wait of the call has given up, or of one to which it is tied.
 __device__ __forceinline__ bool HasFailed(const WaitContext& context) {
-  return ptx::LoadRelaxed(context.failed_epoch) == context.epoch;
+  return context.epoch - ptx::LoadRelaxed(context.failed_epoch) <= context.num_tied;
+}
+
+// Whether the host wants no more waits in the call, or none for this peer.
+__device__ __forceinline__ bool IsToldToStop(const WaitContext& context, int peer) {
+  const uint32_t ended_ranks = ptx::LoadRelaxedSystem(&context.page->ended_ranks);
+  return (ended_ranks >> peer & 1) != 0 ||
+         Reached(ptx::LoadRelaxedSystem(&context.page->abort_epoch), context.epoch);
+}
+
+// One store, which needs no order: it says all that it has to.
+__device__ inline void TellOfLongWait(const WaitContext& context, int peer) {
+  context.page->long_wait = uint64_t{context.epoch} << 32 | static_cast<uint32_t>(peer);
 }
 
 // Decides, for one wait, when to give up. Looked at once in so many polls, by one thread.
 //
-// The abort word lies across PCIe: over a thousand warps may wait at once, and if each read it
+// What the host says lies across PCIe: over a thousand warps may wait at once, and if each read it
 // after every few polls, the reads would queue for longer than the wait. A wait of usual length
 // never reads it.
 class Patience {
  public:
   static constexpr int kPollsPerLook = 64;
 
-  // True when the deadline has passed, the host has set the abort word, or another wait of the call
-  // gave up. Writes the record of the first.
+  // True when the deadline has passed, the host says so, or another wait of the call gave up.
+  // Writes the record of the first.
   __device__ inline bool IsOver(const WaitContext& context, const WaitSite& site, uint32_t expected,
                                 uint32_t found) {
     if (HasFailed(context)) return true;
@@ -73,7 +85,8 @@ class Patience {
     bool aborted = false;
     if (waited_ns > next_look_ns_) {
       next_look_ns_ = waited_ns + kLookNs;
-      aborted = Reached(ptx::LoadRelaxedSystem(&context.page->abort_epoch), context.epoch);
+      aborted = IsToldToStop(context, site.peer);
+      if (waited_ns > min(kLongNs, context.deadline_ns / 4)) TellOfLongWait(context, site.peer);
     }
     if (!aborted && waited_ns <= context.deadline_ns) return false;
     const FaultCause cause = aborted ? FaultCause::kAbort : FaultCause::kDeadline;
@@ -83,6 +96,7 @@ class Patience {
 
  private:
   static constexpr uint64_t kLookNs = 10'000'000;
+  static constexpr uint64_t kLongNs = 60'000'000'000;
 
   const uint64_t start_ns_ = ptx::GlobalTimerNs();
   uint64_t next_look_ns_ = kLookNs;

@@ -15,14 +15,17 @@ namespace {
 // The limits are refused by name in jax_megamoe/plan.py; here they only keep memory safe.
 bool InLimits(const PlanProblem& p, int64_t experts) {
   const RoutingDims& d = p.dims;
+  const int64_t routes = int64_t{d.R} * d.T * d.K;
   return d.R > 0 && d.K > 0 && d.K <= kMaxChoices && experts > 0 && experts <= kMaxExperts &&
-         d.E % d.R == 0 && p.rank >= 0 && p.rank < d.R;
+         d.E % d.R == 0 && p.rank >= 0 && p.rank < d.R && p.pool_routes <= routes &&
+         p.pool_routes >= (d.T > 0 ? int64_t{d.R} * d.K : 0);
 }
 
 }  // namespace
 
 ffi::ErrorOr<PlanProblem> ReadPlanProblem(ffi::Span<const int64_t> idx_dims, int64_t experts,
-                                          int64_t rank, ffi::Span<const int64_t> steps) {
+                                          int64_t rank, int64_t pool_routes,
+                                          ffi::Span<const int64_t> steps) {
   constexpr int kStepFields = 3;
   const int64_t num_steps = steps.size() / kStepFields;
   if (num_steps < 1 || num_steps > kMaxSteps || steps.size() % kStepFields != 0) {
@@ -32,6 +35,7 @@ ffi::ErrorOr<PlanProblem> ReadPlanProblem(ffi::Span<const int64_t> idx_dims, int
   PlanProblem p = {};
   p.dims = {static_cast<int>(idx_dims[1]), static_cast<int>(idx_dims[2]), static_cast<int>(experts),
             static_cast<int>(idx_dims[0])};
+  p.pool_routes = pool_routes;
   p.rank = static_cast<int>(rank);
   p.num_steps = static_cast<int>(num_steps);
   if (!InLimits(p, experts)) {
@@ -48,7 +52,6 @@ ffi::ErrorOr<PlanProblem> ReadPlanProblem(ffi::Span<const int64_t> idx_dims, int
 ffi::ErrorOr<PlanArrays> ReadPlanArrays(const PlanProblem& problem, ffi::RemainingRets& results,
                                         int first) {
   const auto fields = PlanFields(problem);
-  static_assert(std::tuple_size_v<decltype(fields)> == kNumPlanResults);
   if (results.size() < first + fields.size()) {
     return Invalid("plan: wrong number of results");
   }
@@ -64,11 +67,12 @@ ffi::ErrorOr<PlanArrays> ReadPlanArrays(const PlanProblem& problem, ffi::Remaini
                     ints(1),
                     ints(2),
                     ints(3),
-                    static_cast<Item*>(pointers[4]),
-                    static_cast<Wave*>(pointers[5]),
-                    ints(6),
+                    ints(4),
+                    static_cast<Item*>(pointers[5]),
+                    static_cast<Wave*>(pointers[6]),
                     ints(7),
-                    static_cast<uint32_t*>(pointers[8])};
+                    ints(8),
+                    static_cast<uint32_t*>(pointers[9])};
 }
 
 }  // namespace megamoe

@@ -11,10 +11,10 @@ namespace megamoe {
 
 xla::ffi::Error Invalid(const std::string& text);
 
-// The problem of a plan for a routing of dimensions [R, T, K]; `steps` holds tiles_m, tiles_n and
-// lag of each step.
+// The problem of a plan for a routing of dimensions [R, T, K]; pool_routes: PlanProblem has it;
+// `steps` holds tiles_m, tiles_n and lag of each step.
 xla::ffi::ErrorOr<PlanProblem> ReadPlanProblem(xla::ffi::Span<const int64_t> routing_dims,
-                                               int64_t experts, int64_t rank,
+                                               int64_t experts, int64_t rank, int64_t pool_routes,
                                                xla::ffi::Span<const int64_t> steps);
 
 // The data of result `i`, which the kernels take for `elements` elements; `name` is for the error.
@@ -33,6 +33,6 @@ xla::ffi::ErrorOr<void*> ReadResult(xla::ffi::RemainingRets& results, int i, con
 // the kernel writes.
 xla::ffi::ErrorOr<PlanArrays> ReadPlanArrays(const PlanProblem& problem,
                                              xla::ffi::RemainingRets& results, int first);
-constexpr int kNumPlanResults = 9;
+constexpr int kNumPlanResults = kNumPlanFields;
 
 }  // namespace megamoe

@@ -32,6 +32,10 @@ ffi::Error ReadWeightGradients(ffi::RemainingRets& results, int64_t elements, Ba
   const auto first = results.get<ffi::AnyBuffer>(kDataGradients);
   if (first.has_error()) return first.error();
   call->float_gradients = (*first)->element_type() == ffi::F32;
+  if (!call->float_gradients && MaxPasses(call->plan) > 1) {
+    return Invalid(
+        "backward: weight gradients of several passes are float32, which dw_gate is not");
+  }
   void** const places[kWeightGradients] = {&call->dw_gate, &call->dw_up, &call->dw_down};
   const char* const names[kWeightGradients] = {"dw_gate", "dw_up", "dw_down"};
   for (int i = 0; i < kWeightGradients; ++i) {

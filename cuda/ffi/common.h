@@ -20,7 +20,7 @@ inline xla::ffi::Error FromCuda(const CudaStatus& status) {
   return MakeError(xla::ffi::ErrorCode::kInternal, status.text());
 }
 
-// The record of an earlier call of the device, as an error; each record once.
+// The record of an earlier call of one rank on the device, as an error; each record once.
 inline xla::ffi::Error EarlierFault(int device) {
   const std::string text = TakeFault(device);
   if (text.empty()) return xla::ffi::Error::Success();

@@ -55,15 +55,14 @@ ffi::ErrorOr<GroupCall> NextGroupCall(Communicators& communicators, int32_t devi
                                       const GroupAttributes& group, int64_t bytes) {
   const auto workspace = WorkspaceOf(communicators, device, group);
   if (workspace.has_error()) return workspace.error();
-  GroupCall call = {*workspace, {}};
-  if (const std::string why = call.workspace->NextCall(bytes, &call.peers); !why.empty()) {
-    return MakeError(ffi::ErrorCode::kFailedPrecondition, why);
-  }
-  if (const std::string fault = TakeFault(device); !fault.empty()) {
-    call.workspace->Break(fault);
+  GroupCall call = {*workspace, {}, {}};
+  if (const std::string fault = call.workspace->TakeFault(); !fault.empty()) {
     return MakeError(ffi::ErrorCode::kAborted, fault);
   }
-  return call;
+  const std::string why =
+      call.workspace->NextCall(bytes, group.deadline_ns, &call.peers, &call.wait);
+  if (why.empty()) return call;
+  return MakeError(ffi::ErrorCode::kFailedPrecondition, why);
 }
 
 }  // namespace megamoe

@@ -6,6 +6,7 @@
 
 #include "ffi/communicator.h"
 #include "host/peers.h"
+#include "shared/fault.h"
 #include "shared/peers.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -30,9 +31,10 @@ xla::ffi::Error InitializeGroup(Communicators& communicators, int32_t device,
 struct GroupCall {
   PeerWorkspace* workspace;
   Peers peers;
+  WaitContext wait;
 };
-// Counts a call of the group. Fails with the record of an earlier call of the device, which then
-// has no part in the group any more.
+// Counts a call of the group. Fails with the record of an earlier call of the group, which is over
+// then.
 xla::ffi::ErrorOr<GroupCall> NextGroupCall(Communicators& communicators, int32_t device,
                                            const GroupAttributes& group, int64_t bytes);
 

@@ -21,13 +21,18 @@ namespace ffi = xla::ffi;
 using ExpertIdx = ffi::Buffer<ffi::S32, 3>;  // [R, T, K]
 
 ffi::Error ExecutePlan(cudaStream_t stream, ExpertIdx expert_idx, ffi::RemainingRets results,
-                       int64_t experts, int64_t rank, ffi::Span<const int64_t> steps) {
+                       int64_t experts, int64_t rank, int64_t pool_routes, int64_t num_plans,
+                       ffi::Span<const int64_t> steps) {
   const ffi::ErrorOr<PlanProblem> problem =
-      ReadPlanProblem(expert_idx.dimensions(), experts, rank, steps);
+      ReadPlanProblem(expert_idx.dimensions(), experts, rank, pool_routes, steps);
   if (problem.has_error()) return problem.error();
   const ffi::ErrorOr<PlanArrays> arrays = ReadPlanArrays(*problem, results, 0);
   if (arrays.has_error()) return arrays.error();
-  return FromCuda(plan::Launch(stream, *problem, expert_idx.typed_data(), *arrays, {}, {}));
+  CudaStatus status = {};
+  for (int pass = 0; pass < num_plans && status.ok(); ++pass) {
+    status = plan::Launch(stream, *problem, pass, expert_idx.typed_data(), *arrays, {}, {});
+  }
+  return FromCuda(status);
 }
 
 XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,
@@ -37,6 +42,8 @@ XLA_FFI_DEFINE_HANDLER(kExecutePlan, ExecutePlan,
                            .RemainingRets()
                            .Attr<int64_t>("experts")
                            .Attr<int64_t>("rank")
+                           .Attr<int64_t>("pool_routes")
+                           .Attr<int64_t>("num_plans")
                            .Attr<ffi::Span<const int64_t>>("steps"));
 
 ffi::Error InitializePeers(Communicators communicators, int32_t device,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <string_view>
 
 #include "ffi/arguments.h"
 #include "ffi/common.h"
@@ -45,6 +46,16 @@ ffi::Error CheckLaunches(const char* pass, int64_t pass_parts, ffi::Span<const i
   return ffi::Error::Success();
 }
 
+// Of a call over several ranks: whether their sums are rounded to bf16.
+ffi::ErrorOr<bool> ReadBf16Sums(const ffi::Dictionary& attributes) {
+  const auto dtype = attributes.get<std::string_view>("combine_dtype");
+  if (dtype.has_error()) return dtype.error();
+  if (*dtype == "bfloat16") return true;
+  if (*dtype == "float32") return false;
+  return Invalid("attribute combine_dtype is " + std::string(*dtype) +
+                 "; it may be float32 or bfloat16");
+}
+
 // B is computed in jax_megamoe/config.py; the kernel walks a tree of at most 8 blocks.
 bool IsBlockCount(int64_t num_blocks, int64_t experts) {
   return num_blocks >= 1 && num_blocks <= 8 && (num_blocks & (num_blocks - 1)) == 0 &&
@@ -52,16 +63,17 @@ bool IsBlockCount(int64_t num_blocks, int64_t experts) {
 }
 
 // The trace is an extra last result, int32 [1 + records, 4], which most calls do not ask for.
-ffi::ErrorOr<TraceBuffer> ReadTrace(ffi::RemainingRets& results, size_t i) {
+ffi::ErrorOr<TraceBuffer> ReadTrace(ffi::RemainingRets& results, size_t i, int num_ranks) {
   if (results.size() <= i) return TraceBuffer{};
   const auto result = results.get<ffi::Buffer<ffi::S32, 2>>(i);
   if (result.has_error()) return result.error();
   const auto sizes = (*result)->dimensions();
-  if (sizes[0] < 1 || sizes[1] * sizeof(int32_t) != sizeof(TraceRecord)) {
-    return Invalid("a trace has at least one row, of 4 numbers");
+  const int64_t others = num_ranks > 1 ? 1 + kTrafficRecords : 1;
+  if (sizes[0] < others || sizes[1] * sizeof(int32_t) != sizeof(TraceRecord)) {
+    return Invalid("a trace has at least " + std::to_string(others) + " rows, of 4 numbers");
   }
   return TraceBuffer{static_cast<TraceRecord*>((*result)->untyped_data()),
-                     static_cast<uint32_t>(sizes[0] - 1)};
+                     static_cast<uint32_t>(sizes[0] - others)};
 }
 
 }  // namespace
@@ -88,9 +100,11 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
                                       const ffi::Dictionary& attributes) {
   const auto steps = attributes.get<ffi::Span<const int64_t>>("steps");
   const auto num_blocks = attributes.get<int64_t>("num_blocks");
+  const auto pool_routes = attributes.get<int64_t>("pool_routes");
   const auto launches = attributes.get<ffi::Span<const int64_t>>("launches");
   if (steps.has_error()) return steps.error();
   if (num_blocks.has_error()) return num_blocks.error();
+  if (pool_routes.has_error()) return pool_routes.error();
   if (launches.has_error()) return launches.error();
   if (ffi::Error error = CheckShapes(pass, operands); error.failure()) return error;
   if (ffi::Error error = CheckLaunches(pass, pass_parts, *launches); error.failure()) return error;
@@ -103,18 +117,23 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
   const ffi::Span<const int64_t> ids = operands.expert_idx.dimensions();
   const int64_t routing[3] = {num_ranks, ids[0], ids[1]};
   const ffi::ErrorOr<PlanProblem> plan =
-      ReadPlanProblem(ffi::Span<const int64_t>(routing, 3), experts, 0, *steps);
+      ReadPlanProblem(ffi::Span<const int64_t>(routing, 3), experts, 0, *pool_routes, *steps);
   if (plan.has_error()) return plan.error();
   LayerCall call = {};
   call.plan = *plan;
   call.H = static_cast<int>(operands.w_gate.dimensions()[1]);
   call.I = static_cast<int>(operands.w_gate.dimensions()[2]);
   call.num_blocks = static_cast<int>(*num_blocks);
-  call.pool_rows = PlanFields(*plan)[3].elements;
+  call.pool_rows = PoolRows(*plan);
   call.expert_idx = operands.expert_idx.typed_data();
   call.expert_weight = operands.expert_weight.typed_data();
   call.launches = launches->begin();
   call.num_launches = static_cast<int64_t>(launches->size());
+  if (num_ranks > 1) {
+    const auto bf16_sums = ReadBf16Sums(attributes);
+    if (bf16_sums.has_error()) return bf16_sums.error();
+    call.bf16_sums = *bf16_sums;
+  }
   return call;
 }
 
@@ -126,14 +145,18 @@ ffi::ErrorOr<int64_t> ReadPeerBytes(const ffi::Dictionary& attributes) {
     if (number.has_error()) return number.error();
     v[i] = static_cast<int>(*number);
   }
-  return PeerArrayBytes({v[0], v[1], v[2], v[3]}, v[4]);
+  const auto bf16_sums = ReadBf16Sums(attributes);
+  if (bf16_sums.has_error()) return bf16_sums.error();
+  return PeerArrayBytes({v[0], v[1], v[2], v[3]}, v[4], *bf16_sums);
 }
 
 void SetPeers(int32_t device, int64_t deadline_ns, const GroupCall* group, LayerCall* call) {
   const int rank = group == nullptr ? 0 : group->peers.rank;
-  call->wait = NextCall(device, rank, static_cast<uint64_t>(deadline_ns));
+  call->wait =
+      group == nullptr ? NextCall(device, static_cast<uint64_t>(deadline_ns)) : group->wait;
   call->plan.rank = rank;
-  if (group != nullptr) call->peers = PeerArraysOf(group->peers, call->plan.dims, call->H);
+  if (group == nullptr) return;
+  call->peers = PeerArraysOf(group->peers, call->plan.dims, call->H, call->bf16_sums);
 }
 
 ffi::ErrorOr<int64_t> ReadDeadline(const ffi::Dictionary& attributes) {
@@ -148,7 +171,7 @@ ffi::Error ReadLayerResults(ffi::RemainingRets& results, int first_plan, size_t 
                             LayerCall* call) {
   const ffi::ErrorOr<PlanArrays> arrays = ReadPlanArrays(call->plan, results, first_plan);
   if (arrays.has_error()) return arrays.error();
-  const ffi::ErrorOr<TraceBuffer> buffer = ReadTrace(results, trace);
+  const ffi::ErrorOr<TraceBuffer> buffer = ReadTrace(results, trace, call->plan.dims.R);
   if (buffer.has_error()) return buffer.error();
   call->plan_arrays = *arrays;
   call->trace = *buffer;

@@ -40,7 +40,7 @@ xla::ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
                                            const LayerOperands& operands, int num_ranks,
                                            const xla::ffi::Dictionary& attributes);
 
-// The bytes that each rank shares with its peers, by the attributes of a call.
+// The bytes that each rank shares with its peers, by the attributes of a call over several ranks.
 xla::ffi::ErrorOr<int64_t> ReadPeerBytes(const xla::ffi::Dictionary& attributes);
 
 // run(group) as a call of the group that the attributes name.

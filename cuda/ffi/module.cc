@@ -12,6 +12,7 @@
 #include "comm/hold.h"
 #include "ffi/handlers.h"
 #include "host/fault.h"
+#include "host/process_watch.h"
 #include "kernel/backward.h"
 #include "kernel/forward.h"
 #include "pipeline/delay_sites.h"
@@ -36,6 +37,13 @@ nb::dict Registrations() {
 
 void RaiseIfFailed(const megamoe::CudaStatus& status) {
   if (!status.ok()) throw std::runtime_error("jax_megamoe: " + status.text());
+}
+
+// What is left to be said, and the end of what runs beside the program: device and pinned memory go
+// next.
+void AtExit() {
+  megamoe::ReportAllFaults();
+  megamoe::ProcessWatch::Get().Stop();
 }
 
 void Hold(int count, double deadline_s) {
@@ -80,6 +88,11 @@ NB_MODULE(MEGAMOE_MODULE, m) {
         "{target: {stage: capsule}}, as jax.ffi.register_ffi_target takes them.");
   m.def("abort_waits", &megamoe::AbortWaits, nb::arg("device"),
         "Makes every wait of the calls enqueued so far on a device give up.");
+  m.def(
+      "take_faults", &megamoe::TakeAllFaults,
+      "The texts of all faults of calls that have not been raised yet. No later call raises them.");
+  m.def("at_exit", AtExit,
+        "Says on standard error what has not been raised; before JAX shuts down.");
   m.def("hold_multiprocessors", Hold, nb::arg("count"), nb::arg("deadline_s"),
         nb::call_guard<nb::gil_scoped_release>(),
         "For tests: keeps that many multiprocessors of the current device from the kernels, until "

@@ -9,7 +9,6 @@
 #include "ffi/common.h"
 #include "ffi/group.h"
 #include "ffi/handlers.h"
-#include "host/fault.h"
 
 namespace megamoe {
 namespace {
@@ -49,12 +48,11 @@ ffi::Error Execute(Communicators communicators, cudaStream_t stream, int32_t dev
       received->element_count() != static_cast<size_t>(probe->group.groups.num_ranks * probe->N)) {
     return Invalid("peer probe: the row and the result are not those of R and N");
   }
-  return RunInGroup(
-      communicators, device, probe->group, probe->bytes(), [&](const GroupCall& call) {
-        const WaitContext wait = NextCall(device, call.peers.rank, probe->group.deadline_ns);
-        return FromCuda(LaunchPeerProbe(stream, wait, call.peers,
-                                        {row.typed_data(), received->typed_data(), probe->N}));
-      });
+  const PeerProbeArrays arrays = {row.typed_data(), received->typed_data(), probe->N};
+  return RunInGroup(communicators, device, probe->group, probe->bytes(),
+                    [&](const GroupCall& call) {
+                      return FromCuda(LaunchPeerProbe(stream, call.wait, call.peers, arrays));
+                    });
 }
 
 XLA_FFI_DEFINE_HANDLER(kInitializeProbe, InitializeProbe,

@@ -25,7 +25,7 @@ using Word = ffi::Buffer<ffi::S32, 1>;
 
 CudaStatus Launch(cudaStream_t stream, int device, ffi::Result<Word> result, ffi::Result<Word> flag,
                   int64_t deadline_ns, int64_t release_ns, bool trap_on_fault) {
-  const WaitContext context = NextCall(device, /*rank=*/0, static_cast<uint64_t>(deadline_ns));
+  const WaitContext context = NextCall(device, static_cast<uint64_t>(deadline_ns));
   const ProbeArrays arrays = {static_cast<uint32_t*>(flag->untyped_data()), result->typed_data()};
   return LaunchWaitProbe(stream, context, release_ns, trap_on_fault, arrays);
 }

@@ -16,11 +16,11 @@ struct BackwardCall : LayerCall {
   const void* w_gate;   // [E, H, I] bf16
   const void* w_up;     // [E, H, I] bf16
   const void* w_down;   // [E, I, H] bf16
-  const void* gate_up;  // [P, 2 I] bf16, of the forward; null: not kept
+  const void* gate_up;  // [P, 2 I] bf16, of the first pass of the forward; null: not kept
   void* dx;             // [T, H] bf16
   float* dw;            // [T, K]
   // The gradients of the weights, of their shapes; null when the plan has no steps for them.
-  bool float_gradients;  // float32, not bf16
+  bool float_gradients;  // float32, not bf16; where there may be several passes, always
   void* dw_gate;
   void* dw_up;
   void* dw_down;

@@ -2,7 +2,9 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <thread>
 
 #include "shared/peers.h"
@@ -13,6 +15,16 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kPause = std::chrono::microseconds(50);
+
+// After which a wait is worth a word: a minute, or a part of a deadline that is not much longer.
+std::chrono::nanoseconds LongWait(std::chrono::nanoseconds deadline) {
+  return std::min<std::chrono::nanoseconds>(std::chrono::minutes(1), deadline / 4);
+}
+
+std::string Ms(std::chrono::nanoseconds time) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(time).count()) +
+         " ms";
+}
 
 CudaStatus CopyIn(void* to, const void* from, size_t bytes, cudaStream_t stream) {
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
@@ -52,21 +64,27 @@ CudaStatus Exchange::OpenDeviceSide() {
   return {};
 }
 
-std::string Exchange::GatherBytes(const void* mine, size_t bytes, uint64_t deadline_ns, void* all) {
+std::string Exchange::GatherBytes(const void* mine, size_t bytes, const Patience& patience,
+                                  void* all) {
   char* gathered = memory_ + kMaxRecordBytes;
   if (CudaStatus status = CopyIn(memory_, mine, bytes, stream_); !status.ok()) {
     return status.text();
   }
   const int result =
       nccl_->all_gather(memory_, gathered, bytes, Nccl::kInt8, communicator_, stream_);
-  if (std::string why = Await(result, deadline_ns); !why.empty()) return why;
+  if (std::string why = Await(result, patience); !why.empty()) return why;
   const CudaStatus status = CopyOut(all, gathered, num_ranks_ * bytes, stream_);
   return status.ok() ? "" : status.text();
 }
 
 // A communicator that does not block answers "in progress" until the call is on its stream.
-std::string Exchange::Await(int result, uint64_t deadline_ns) {
-  const auto end = Clock::now() + std::chrono::nanoseconds(deadline_ns);
+std::string Exchange::Await(int result, const Patience& patience) {
+  const std::chrono::nanoseconds deadline(patience.deadline_ns);
+  const auto begin = Clock::now();
+  const std::string whom =
+      " waiting for the other ranks of its expert group to set up their "
+      "workspaces";
+  bool is_long = false;
   for (;; std::this_thread::sleep_for(kPause)) {
     if (result != Nccl::kSuccess && result != Nccl::kInProgress) {
       return NcclText("ncclAllGather", result);
@@ -77,10 +95,18 @@ std::string Exchange::Await(int result, uint64_t deadline_ns) {
       if (stream != cudaErrorNotReady) return CudaStatus{stream, "cudaStreamQuery"}.text();
       (void)cudaGetLastError();  // that it is not ready would be the error of a later call
     }
-    if (Clock::now() > end) {
-      return "rank " + std::to_string(rank_) + " gave up waiting for the other ranks of its " +
-             "expert group to set up their workspaces, after " +
-             std::to_string(deadline_ns / 1000000) + " ms; all processes run the same program";
+    if (const std::string loss = patience.loss(); !loss.empty()) {
+      return "rank " + std::to_string(rank_) + " gave up" + whom + ": " + loss;
+    }
+    const auto waited = Clock::now() - begin;
+    if (waited > deadline) {
+      return "rank " + std::to_string(rank_) + " gave up" + whom + ", after " + Ms(deadline) +
+             "; all processes run the same program";
+    }
+    if (!is_long && waited > LongWait(deadline)) {
+      is_long = true;
+      std::fprintf(stderr, "jax_megamoe: rank %d is still%s, after %s; it gives up after %s\n",
+                   rank_, whom.c_str(), Ms(waited).c_str(), Ms(deadline).c_str());
     }
     if (const int error = nccl_->async_error(communicator_, &result); error != Nccl::kSuccess) {
       return NcclText("ncclCommGetAsyncError", error);

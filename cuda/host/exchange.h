@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -26,22 +27,28 @@ class Exchange {
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
 
+  // How long a rank waits for the others.
+  struct Patience {
+    uint64_t deadline_ns;
+    std::function<std::string()> loss;  // why it waits in vain, or ""
+  };
+
   // Fills `all` with the records of all ranks in their order. Returns "", or why it could not: the
-  // other ranks did not come within the deadline, or an error of CUDA or NCCL.
+  // other ranks did not come within the deadline or were lost, or an error of CUDA or NCCL.
   //
   // Blocks the host, but for longer than the deadline nothing: a peer may still be compiling, and
-  // may be running another program.
+  // may be running another program. Says on standard error, once, that it waits for long.
   template <typename Record>
-  std::string Gather(const Record& mine, uint64_t deadline_ns, std::vector<Record>* all) {
+  std::string Gather(const Record& mine, const Patience& patience, std::vector<Record>* all) {
     static_assert(std::is_trivially_copyable_v<Record> && sizeof(Record) <= kMaxRecordBytes);
     all->resize(num_ranks_);
-    return GatherBytes(&mine, sizeof(Record), deadline_ns, all->data());
+    return GatherBytes(&mine, sizeof(Record), patience, all->data());
   }
 
  private:
   CudaStatus OpenDeviceSide();
-  std::string GatherBytes(const void* mine, size_t bytes, uint64_t deadline_ns, void* all);
-  std::string Await(int nccl_result, uint64_t deadline_ns);
+  std::string GatherBytes(const void* mine, size_t bytes, const Patience& patience, void* all);
+  std::string Await(int nccl_result, const Patience& patience);
   std::string NcclText(const char* call, int error) const;
 
   const Nccl* nccl_ = nullptr;

@@ -18,7 +18,7 @@ struct ForwardCall : LayerCall {
   void* y;             // [T, H] bf16
   void* pool;          // [P, H] bf16
   void* h;             // [P, I] bf16
-  void* gate_up;       // [P, 2 I] bf16, for the backward; null: not kept
+  void* gate_up;       // [P, 2 I] bf16, of the first pass, for the backward; null: not kept
 };
 
 int64_t NumForwardCounters(int64_t pool_rows);

@@ -21,12 +21,12 @@ uint64_t HostIdentity() {
   return hash;
 }
 
-uint64_t ProcessIdentity() {
-  static const uint64_t identity = [] {
+ProcessCard OwnProcess() {
+  static const ProcessCard card = [] {
     std::random_device random;
-    return uint64_t{random()} << 32 | random();
+    return CardOf(getpid(), uint64_t{random()} << 32 | random());
   }();
-  return identity;
+  return card;
 }
 
 }  // namespace megamoe

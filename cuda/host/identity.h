@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "host/process.h"
+
 namespace megamoe {
 
 std::string HostName();
@@ -11,7 +13,6 @@ std::string HostName();
 // Of the machine, until its next start. Containers on one machine have names of their own.
 uint64_t HostIdentity();
 
-// Random, one for the process: process ids repeat between containers.
-uint64_t ProcessIdentity();
+ProcessCard OwnProcess();
 
 }  // namespace megamoe

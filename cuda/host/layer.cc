@@ -49,26 +49,24 @@ LayerParams ParamsOf(const LayerCall& c) {
   return params;
 }
 
-CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, const void* dy,
-                       int64_t num_counters, LayerParams* params, const Launch& launch) {
-  int num_multiprocessors = 0;
-  if (CudaStatus status = NumMultiprocessors(&num_multiprocessors); !status.ok()) return status;
-  if (c.plan.dims.R > 1) {
-    const ShareParams inputs = {c.plan.dims,     c.H,    x,      dy, c.expert_idx,
-                                c.expert_weight, c.wait, c.peers};
-    if (CudaStatus status = LaunchShareInputs(stream, num_multiprocessors, inputs); !status.ok()) {
-      return status;
-    }
-  }
+namespace {
+
+CudaStatus ClearTrace(cudaStream_t stream, const LayerCall& c) {
+  if (c.trace.records == nullptr) return {};
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(c.trace.records, 0, sizeof(TraceRecord), stream));
+  if (c.plan.dims.R == 1) return {};
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(c.trace.traffic(), 0, sizeof(PeerTraffic), stream));
+  return {};
+}
+
+CudaStatus RunPass(cudaStream_t stream, const LayerCall& c, int num_multiprocessors,
+                   int64_t num_counters, LayerParams* params, const Launch& launch) {
   const plan::Cleared counters = {c.counters, num_counters};
   const WaitContext inputs = c.plan.dims.R > 1 ? c.wait : WaitContext{};
   if (CudaStatus status =
-          plan::Launch(stream, c.plan, RoutingOf(c), c.plan_arrays, counters, inputs);
+          plan::Launch(stream, c.plan, params->pass, RoutingOf(c), c.plan_arrays, counters, inputs);
       !status.ok()) {
     return status;
-  }
-  if (c.trace.records != nullptr) {
-    MEGAMOE_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(c.trace.records, 0, sizeof(TraceRecord), stream));
   }
   for (int64_t i = 0; i < c.num_launches; ++i) {
     params->parts = static_cast<uint32_t>(c.launches[i]);
@@ -78,6 +76,32 @@ CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, c
           cudaMemsetAsync(params->counters.next_item, 0, sizeof(uint32_t), stream));
     }
     if (CudaStatus status = launch(num_multiprocessors, i == 0); !status.ok()) return status;
+  }
+  return {};
+}
+
+}  // namespace
+
+CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, const void* dy,
+                       int64_t num_counters, LayerParams* params, const Launch& launch) {
+  int num_multiprocessors = c.num_multiprocessors;
+  if (num_multiprocessors == 0) {
+    if (CudaStatus status = NumMultiprocessors(&num_multiprocessors); !status.ok()) return status;
+  }
+  if (CudaStatus status = ClearTrace(stream, c); !status.ok()) return status;
+  if (c.plan.dims.R > 1) {
+    const ShareParams inputs = {c.plan.dims,     c.H,    x,       dy,     c.expert_idx,
+                                c.expert_weight, c.wait, c.peers, c.trace};
+    if (CudaStatus status = LaunchShareInputs(stream, num_multiprocessors, inputs); !status.ok()) {
+      return status;
+    }
+  }
+  const int max_passes = MaxPasses(c.plan);
+  for (params->pass = 0; params->pass < max_passes; ++params->pass) {
+    if (CudaStatus status = RunPass(stream, c, num_multiprocessors, num_counters, params, launch);
+        !status.ok()) {
+      return status;
+    }
   }
   return {};
 }

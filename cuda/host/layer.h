@@ -19,9 +19,11 @@ struct LayerCall {
   int I;
   int num_blocks;  // B of the summation tree
   int64_t pool_rows;
+  int num_multiprocessors;     // that its kernels count on; 0: all of the device
   const int32_t* expert_idx;   // [T, K]
   const float* expert_weight;  // [T, K]
   PeerArrays peers;            // with more than one rank
+  bool bf16_sums;              // of PeerArrays
   uint32_t* counters;          // see TileCounters
   const int64_t* launches;     // the parts (shared/part.h) of each
   int64_t num_launches;
@@ -37,9 +39,9 @@ uint32_t* TileCounters(const LayerCall& call, int i);
 // What the kernel of a call takes, but for the parts of a launch. x_ready is TileCounters 0.
 LayerParams ParamsOf(const LayerCall& call);
 
-// Enqueues the plan, which clears the counters, and then each of the launches, for which it sets
-// params->parts. With more than one rank the inputs are shared before: x and, if not null, dy.
-// Allocates nothing and does not wait.
+// Enqueues, for each pass that the call may need, the plan, which clears the counters, and then
+// each of the launches, for which it sets params->pass and parts. With more than one rank the
+// inputs are shared before: x and, if not null, dy. Allocates nothing and does not wait.
 using Launch = std::function<CudaStatus(int num_multiprocessors, bool starts_early)>;
 CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& call, const void* x, const void* dy,
                        int64_t num_counters, LayerParams* params, const Launch& launch);

@@ -16,7 +16,7 @@ struct Offsets {
   int64_t expert_idx[kRoutings], expert_weight[kRoutings];
 };
 
-Offsets OffsetsOf(const RoutingDims& d, int H) {
+Offsets OffsetsOf(const RoutingDims& d, int H, bool bf16_sums) {
   const int64_t tokens = d.T;
   const int64_t slots = tokens * d.K;
   int64_t end = 0;
@@ -36,17 +36,19 @@ Offsets OffsetsOf(const RoutingDims& d, int H) {
   o.dw = place(slots * sizeof(float));
   o.x = place(tokens * H * 2);
   o.dy = place(tokens * H * 2);
-  o.sums = place(d.R * tokens * H * sizeof(float));
+  o.sums = place(d.R * tokens * H * (bf16_sums ? 2 : 4));
   o.end = end;
   return o;
 }
 
 }  // namespace
 
-int64_t PeerArrayBytes(const RoutingDims& dims, int H) { return OffsetsOf(dims, H).end; }
+int64_t PeerArrayBytes(const RoutingDims& dims, int H, bool bf16_sums) {
+  return OffsetsOf(dims, H, bf16_sums).end;
+}
 
-PeerArrays PeerArraysOf(const Peers& peers, const RoutingDims& dims, int H) {
-  const Offsets o = OffsetsOf(dims, H);
+PeerArrays PeerArraysOf(const Peers& peers, const RoutingDims& dims, int H, bool bf16_sums) {
+  const Offsets o = OffsetsOf(dims, H, bf16_sums);
   const uint32_t turn = peers.epoch % kRoutings;
   PeerArrays a = {};
   for (int r = 0; r < dims.R; ++r) {
@@ -56,12 +58,13 @@ PeerArrays PeerArraysOf(const Peers& peers, const RoutingDims& dims, int H) {
     a.expert_idx[r] = reinterpret_cast<int32_t*>(base + o.expert_idx[turn]);
     a.expert_weight[r] = reinterpret_cast<float*>(base + o.expert_weight[turn]);
     a.inputs_done[r] = reinterpret_cast<uint32_t*>(base + o.inputs_done);
-    a.sums[r] = reinterpret_cast<float*>(base + o.sums);
+    a.sums[r] = base + o.sums;
     a.dw[r] = reinterpret_cast<float*>(base + o.dw);
     a.sums_done[r] = reinterpret_cast<uint32_t*>(base + o.sums_done);
   }
   a.blocks_done = reinterpret_cast<uint32_t*>(peers.base[peers.rank] + o.blocks_done);
   a.epoch = peers.epoch;
+  a.bf16_sums = bf16_sums;
   return a;
 }
 

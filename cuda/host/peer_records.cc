@@ -55,6 +55,12 @@ std::string Disagreement(const std::vector<PeerCard>& cards) {
   return "";
 }
 
+std::string FullName(const std::vector<PeerCard>& cards, size_t rank) {
+  const PeerCard& card = cards[rank];
+  return Rank(rank) + " (pid " + std::to_string(card.process.pid) + " on " + card.host_name +
+         ", GPU " + card.pci_bus + ")";
+}
+
 bool MustGrow(const std::vector<PeerCard>& cards) {
   return std::any_of(cards.begin(), cards.end(),
                      [](const PeerCard& card) { return card.bytes > card.capacity; });

@@ -8,12 +8,14 @@
 #include <string>
 #include <vector>
 
+#include "host/process.h"
+
 namespace megamoe {
 
 // The first that each rank says.
 struct PeerCard {
-  uint64_t host;           // of the machine, until its next start
-  uint64_t process;        // random, one for the process
+  uint64_t host;  // of the machine, until its next start
+  ProcessCard process;
   int64_t bytes;           // of the workspace that the call asks for
   int64_t capacity;        // of the one that the rank has, 0 for none
   uint64_t configuration;  // hash of what the ranks of a call agree on
@@ -43,6 +45,9 @@ std::string Disagreement(const std::vector<PeerCard>& cards);
 
 // Whether the workspaces of the ranks, which agree, have to be made anew.
 bool MustGrow(const std::vector<PeerCard>& cards);
+
+// How texts name a rank for those who look for its process.
+std::string FullName(const std::vector<PeerCard>& cards, size_t rank);
 
 // The text of the first rank that reports a fault, or "".
 std::string FirstFault(const std::vector<PeerCard>& cards, const std::vector<PeerReport>& reports);

@@ -2,8 +2,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <map>
 #include <memory>
+#include <thread>
 #include <tuple>
 
 #include "host/identity.h"
@@ -13,6 +15,9 @@ namespace {
 
 // The granularity of the driver: a handle for other processes is one of whole pages.
 constexpr int64_t kPageBytes = 2 << 20;
+// For which a refusal waits for the record of the call that has failed by the same cause.
+constexpr auto kFaultDelay = std::chrono::milliseconds(200);
+
 int64_t WholePages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
 PeerReport ReportOf(const CudaStatus& status) {
@@ -41,6 +46,22 @@ CudaStatus EnablePeerAccess(int device) {
   return {error, "cudaDeviceEnablePeerAccess"};
 }
 
+// The ranks of this process that wait for others of it: of those others' memory, the channels of
+// who waits for them. Never destroyed.
+struct Waiting {
+  std::mutex mutex;
+  std::multimap<const std::byte*, FaultChannel*> channels;
+};
+Waiting& TheWaiting() {
+  static auto* waiting = new Waiting;
+  return *waiting;
+}
+
+std::string OutOfStep(const std::string& reason) {
+  return "the GPUs of an expert group are out of step, and their processes have to start again, " +
+         ("since an earlier call failed: " + reason);
+}
+
 }  // namespace
 
 PeerWorkspace& PeerWorkspace::Of(void* communicator, int device, uint64_t configuration) {
@@ -55,8 +76,10 @@ PeerWorkspace& PeerWorkspace::Of(void* communicator, int device, uint64_t config
 
 std::string PeerWorkspace::Prepare(const PeerRequest& request) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!broken_.empty()) return broken_;
+  // Where nothing is to be done the execute stage refuses: other ranks of this process may wait for
+  // this one to come through its initialize stage, in XLA, before they come to theirs.
   if (agreed_bytes_.count(request.bytes) > 0) return "";
+  if (std::string why = Refusal(); !why.empty()) return why;
   if (std::string why = exchange_.Open(communicator_); !why.empty()) return why;
   deadline_ns_ = request.deadline_ns;
   std::string why = Agree(request);
@@ -65,23 +88,69 @@ std::string PeerWorkspace::Prepare(const PeerRequest& request) {
   return why;
 }
 
-std::string PeerWorkspace::NextCall(int64_t bytes, Peers* peers) {
+std::string PeerWorkspace::NextCall(int64_t bytes, uint64_t deadline_ns, Peers* peers,
+                                    WaitContext* wait) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!broken_.empty()) return broken_;
+  if (std::string why = Refusal(); !why.empty()) return why;
   if (bytes > peers_.bytes) {
     return "a call with a workspace of " + std::to_string(bytes) +
            " bytes was not prepared: " + std::to_string(peers_.bytes) + " bytes are there";
   }
   ++peers_.epoch;
   *peers = peers_;
+  *wait = channel_->NextCall(peers_.rank, deadline_ns);
   return "";
+}
+
+std::string PeerWorkspace::TakeFault() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (channel_ == nullptr) return "";
+  std::string fault = channel_->TakeFault();
+  if (fault.empty() && broken_.empty() && !processes_.Loss().empty()) {
+    // That a process has ended is known before the waits for it have given up, which can say more.
+    std::this_thread::sleep_for(kFaultDelay);
+    fault = channel_->TakeFault();
+  }
+  if (!fault.empty()) End(OutOfStep(fault));
+  return fault;
+}
+
+std::string PeerWorkspace::Refusal() {
+  const std::string fault = channel_ == nullptr ? "" : channel_->last_fault();
+  if (!fault.empty()) End(OutOfStep(fault));
+  const std::string loss = processes_.Loss();
+  if (!loss.empty()) End(loss + "; the processes of its expert group have to start again");
+  return broken_;
+}
+
+Exchange::Patience PeerWorkspace::patience() const {
+  return {deadline_ns_, [this] { return processes_.Loss(); }};
 }
 
 void PeerWorkspace::Break(const std::string& reason) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (broken_.empty()) {
-    broken_ = "the GPUs of an expert group are out of step, and their processes have to start " +
-              std::string("again, since an earlier call failed: ") + reason;
+  End(OutOfStep(reason));
+}
+
+// The first reason is the one that stays.
+void PeerWorkspace::End(const std::string& reason) {
+  if (!broken_.empty()) return;
+  broken_ = reason;
+  const std::string why =
+      "rank " + std::to_string(peers_.rank) + " makes no more calls: " + broken_;
+  Waiting& waiting = TheWaiting();
+  const std::lock_guard<std::mutex> lock(waiting.mutex);
+  const auto [begin, end] = waiting.channels.equal_range(peers_.base[peers_.rank]);
+  for (auto i = begin; i != end; ++i) i->second->EndRank(peers_.rank, why);
+}
+
+void PeerWorkspace::ListenToRanksHere() {
+  Waiting& waiting = TheWaiting();
+  const std::lock_guard<std::mutex> lock(waiting.mutex);
+  for (int peer = 0; peer < peers_.num_ranks; ++peer) {
+    if (peer != peers_.rank && !opened_[peer]) {
+      waiting.channels.emplace(peers_.base[peer], channel_);
+    }
   }
 }
 
@@ -90,10 +159,11 @@ std::string PeerWorkspace::Agree(const PeerRequest& request) {
   if (CudaStatus status = MakeCard(request, &card); !status.ok()) {
     CopyText(status.text(), card.refusal, sizeof(card.refusal));
   }
-  if (std::string why = exchange_.Gather(card, deadline_ns_, &cards_); !why.empty()) {
+  if (std::string why = exchange_.Gather(card, patience(), &cards_); !why.empty()) {
     return broken_ = why;
   }
   if (std::string why = Disagreement(cards_); !why.empty()) return why;
+  processes_.Watch(cards_, exchange_.rank());
   return MustGrow(cards_) ? Make(request.bytes) : "";
 }
 
@@ -101,7 +171,7 @@ CudaStatus PeerWorkspace::MakeCard(const PeerRequest& request, PeerCard* card) c
   card->bytes = request.bytes;
   card->capacity = peers_.bytes;
   card->configuration = configuration_;
-  card->process = ProcessIdentity();
+  card->process = OwnProcess();
   card->host = HostIdentity();
   CopyText(HostName(), card->host_name, sizeof(card->host_name));
   CopyText(request.refusal, card->refusal, sizeof(card->refusal));
@@ -126,6 +196,7 @@ std::string PeerWorkspace::Make(int64_t bytes) {
   peers_.bytes = WholePages(bytes);
   peers_.rank = exchange_.rank();
   peers_.num_ranks = exchange_.num_ranks();
+  ListenToRanksHere();
   return "";
 }
 
@@ -152,6 +223,11 @@ CudaStatus PeerWorkspace::CloseAll() {
 CudaStatus PeerWorkspace::Free() {
   std::byte*& own = peers_.base[exchange_.rank()];
   if (own == nullptr) return {};
+  {
+    Waiting& waiting = TheWaiting();
+    const std::lock_guard<std::mutex> lock(waiting.mutex);
+    waiting.channels.erase(own);
+  }
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFree(own));
   own = nullptr;
   return {};
@@ -159,7 +235,7 @@ CudaStatus PeerWorkspace::Free() {
 
 // Tells all ranks how this one came through a step. Returns the fault of the first that had one.
 std::string PeerWorkspace::Meet(const PeerReport& mine) {
-  if (std::string why = exchange_.Gather(mine, deadline_ns_, &reports_); !why.empty()) {
+  if (std::string why = exchange_.Gather(mine, patience(), &reports_); !why.empty()) {
     return broken_ = why;
   }
   return FirstFault(cards_, reports_);
@@ -179,8 +255,16 @@ PeerReport PeerWorkspace::Allocate(int64_t bytes) {
     report.peer = peer;
     return report;
   }
-  const CudaStatus status = AllocateZeros(bytes, &report);
+  CudaStatus status = AllocateZeros(bytes, &report);
+  if (status.ok() && report.fault == PeerFault::kNone) status = OpenChannel();
   return status.ok() ? report : ReportOf(status);
+}
+
+CudaStatus PeerWorkspace::OpenChannel() {
+  if (channel_ != nullptr) return {};
+  CudaStatus status = FaultChannel::Open(device_, FaultChannel::Calls::kTied, &channel_);
+  if (status.ok()) processes_.Add(channel_);
+  return status;
 }
 
 CudaStatus PeerWorkspace::AllocateZeros(int64_t bytes, PeerReport* report) {
@@ -217,7 +301,7 @@ PeerReport PeerWorkspace::ReachAll() {
 
 CudaStatus PeerWorkspace::Reach(int peer, PeerReport* report) {
   const PeerCard& card = cards_[peer];
-  if (card.process == cards_[exchange_.rank()].process) {
+  if (card.process.identity == cards_[exchange_.rank()].process.identity) {
     peers_.base[peer] = reinterpret_cast<std::byte*>(reports_[peer].base);
     return EnablePeerAccess(FindDevice(card.pci_bus));
   }

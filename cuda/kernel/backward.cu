@@ -1,5 +1,6 @@
 // The backward of the layer in one persistent kernel, for either dtype of the weight gradients,
-// with g and u kept by the forward or not, with peers or without.
+// with g and u kept by the forward or not, with peers or without; and for passes that add to the
+// weight gradients of the first.
 #include "kernel/backward.h"
 #include "kernel/backward_steps.cuh"
 #include "kernel/skeleton.cuh"
@@ -23,19 +24,23 @@ constexpr Kernel kKernels[] = {
     BackwardKernel<Bf16Gradients, false, true>,  BackwardKernel<Bf16Gradients, true, true>,
     BackwardKernel<F32Gradients, false, true>,   BackwardKernel<F32Gradients, true, true>};
 
+// For passes behind the first: of their rows g and u are not kept.
+constexpr Kernel kAddingKernel = BackwardKernel<AddedGradients, false, true>;
+
 }  // namespace
 
 CudaStatus LoadBackward() {
   for (const Kernel kernel : kKernels) {
     if (CudaStatus status = LoadKernel(kernel); !status.ok()) return status;
   }
-  return {};
+  return LoadKernel(kAddingKernel);
 }
 
 CudaStatus LaunchBackward(cudaStream_t stream, int num_multiprocessors, const BackwardMaps& maps,
                           const BackwardParams& params, bool float_gradients, bool starts_early) {
   const bool has_peers = params.dims.R > 1;
-  const Kernel kernel = kKernels[4 * has_peers + 2 * float_gradients + (params.gate_up != nullptr)];
+  const Kernel first = kKernels[4 * has_peers + 2 * float_gradients + (params.gate_up != nullptr)];
+  const Kernel kernel = params.pass > 0 ? kAddingKernel : first;
   return LaunchKernel(kernel, stream, num_multiprocessors, maps, params, starts_early);
 }
 

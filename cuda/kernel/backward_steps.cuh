@@ -76,7 +76,9 @@ struct BackwardSteps : TokenSums<kWithPeers, BackwardParams> {
     }
     if constexpr (kWithPeers) {
       const int of_rank = p.dims.T * p.dims.K;
-      if (row >= 0) p.peers.dw[slot / of_rank][slot % of_rank] = dw;
+      if (row < 0) return;
+      p.peers.dw[slot / of_rank][slot % of_rank] = dw;
+      BackwardSteps::template Count<&PeerTraffic::dw_sent>(p, slot / p.dims.K, sizeof(dw));
     } else {
       p.dw[slot] = dw;
     }

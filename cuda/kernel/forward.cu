@@ -31,7 +31,9 @@ CudaStatus LoadForward() {
 
 CudaStatus LaunchForward(cudaStream_t stream, int num_multiprocessors, const ForwardMaps& maps,
                          const ForwardParams& params, bool starts_early) {
-  const Kernel kernel = kKernels[2 * (params.dims.R > 1) + (params.gate_up != nullptr)];
+  // The backward takes g and u of the first pass alone.
+  const bool keeps = params.gate_up != nullptr && params.pass == 0;
+  const Kernel kernel = kKernels[2 * (params.dims.R > 1) + keeps];
   return LaunchKernel(kernel, stream, num_multiprocessors, maps, params, starts_early);
 }
 

@@ -32,6 +32,10 @@ struct Skeleton {
     if (threadIdx.x == 0) InitBarriers(shared);
     ptx::ClusterSync();
     ptx::WaitForPreviousKernel();
+    if constexpr (Steps::kHasPeers) {
+      // The same word for both blocks: none waits for the other.
+      if (p.pass >= p.plan.totals[2]) return;
+    }
     // Uniform over the warp, and the compiler knows it.
     const int group = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);
     // setmaxnreg takes effect only if all that follows it is one branch.

@@ -13,19 +13,34 @@
 namespace megamoe {
 
 // How the float32 sums are stored: 128 bytes of a row in each chunk.
-struct Bf16Gradients {
+struct StoredGradients {
+  static __device__ __forceinline__ void Store(const CUtensorMap& map, const TileItem&,
+                                               uint32_t staging, int column, int row) {
+    ptx::TmaStore(map, staging, column, row);
+  }
+};
+struct Bf16Gradients : StoredGradients {
   static constexpr int kChunkColumns = 64;
   static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
                                                     int chunk, int c) {
     PutRounded(staging, acc, chunk, c);
   }
 };
-struct F32Gradients {
+struct F32Gradients : StoredGradients {
   static constexpr int kChunkColumns = 32;
   static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
                                                     int chunk, int c) {
     const int j = 16 * chunk + 4 * c;
     staging.Put(chunk, c, acc[j], acc[j + 1], acc[j + 2], acc[j + 3]);
+  }
+};
+
+// Added to what earlier passes have stored: each element once in a pass, so that no order shows. An
+// expert without rows in the pass adds nothing.
+struct AddedGradients : F32Gradients {
+  static __device__ __forceinline__ void Store(const CUtensorMap& map, const TileItem& item,
+                                               uint32_t staging, int column, int row) {
+    if (item.depth > 0) ptx::TmaAdd(map, staging, column, row);
   }
 };
 
@@ -65,11 +80,7 @@ struct WgradStep : PlainStep {
   static constexpr bool kIsPublished = false;
 
   static __device__ __forceinline__ int Depth(const BackwardParams& p, int expert) {
-    int rows = 0;
-    for (int r = 0; r < p.dims.R; ++r) {
-      rows += p.plan.counts[r * p.dims.experts_per_rank() + expert];
-    }
-    return rows;
+    return p.plan.expert_rows[expert];
   }
   static __device__ __forceinline__ int ExpertRow(const BackwardParams& p, const TileItem& item) {
     return p.plan.expert_start[item.expert];
@@ -120,9 +131,10 @@ struct WgradDownStep : WgradStep {
   static __device__ __forceinline__ void StoreChunk(const BackwardMaps& maps,
                                                     const BackwardParams& p, const TileItem& item,
                                                     int consumer, int chunk, uint32_t staging) {
-    ptx::TmaStore(maps.dw_down, staging, item.n * kDownColumns + chunk * Gradients::kChunkColumns,
-                  item.expert * p.I + item.row +
-                      (consumer ^ HasFault(SeededFault::kHalvesSwapped)) * kConsumerRows);
+    Gradients::Store(maps.dw_down, item, staging,
+                     item.n * kDownColumns + chunk * Gradients::kChunkColumns,
+                     item.expert * p.I + item.row +
+                         (consumer ^ HasFault(SeededFault::kHalvesSwapped)) * kConsumerRows);
   }
 };
 
@@ -166,9 +178,9 @@ struct WgradGateUpStep : WgradStep {
                                                     int consumer, int chunk, uint32_t staging) {
     constexpr int kOfGate = kOutChunks / 2;
     const CUtensorMap& map = chunk < kOfGate ? maps.dw_gate : maps.dw_up;
-    ptx::TmaStore(map, staging,
-                  item.n * kGateUpColumns + chunk % kOfGate * Gradients::kChunkColumns,
-                  item.expert * p.H + item.row + consumer * kConsumerRows);
+    Gradients::Store(map, item, staging,
+                     item.n * kGateUpColumns + chunk % kOfGate * Gradients::kChunkColumns,
+                     item.expert * p.H + item.row + consumer * kConsumerRows);
   }
 };
 

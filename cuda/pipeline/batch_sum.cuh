@@ -13,35 +13,52 @@
 
 namespace megamoe {
 
-// A lane sums two vectors of columns at a time, kVectorStride apart.
-constexpr int kSumVectors = 2;
-constexpr int kVectorStride = kWarpThreads * kVector;
-constexpr int kSumColumns = kSumVectors * kVectorStride;
+// A lane sums so many columns at a time, those of a batch in turns of the warp.
+constexpr int kLaneColumns = 16;
+constexpr int kTurnColumns = kWarpThreads * kLaneColumns;
 
 // Batch::Route::next: the level of the tree at which the next row joins this one, 0 in the same
 // block; or that there is none.
 enum NextRow : uint32_t { kNoRow = kTreeLevels + 1, kNoRowAddZero };
 
+// Of vectors of kColumns columns, side by side within a warp: what one of its instructions loads or
+// stores lies together.
+template <int kColumns>
 struct BatchSum {
-  float v[kSumVectors][kVector];
+  static constexpr int kVectors = kLaneColumns / kColumns;
+  static constexpr int kStride = kWarpThreads * kColumns;  // from one vector to the next
+  struct Words {
+    uint32_t v[kColumns / 2];  // two bf16 each
+  };
 
+  float v[kVectors][kColumns];
+
+  // A vector of a row in shared memory.
+  static __device__ __forceinline__ Words Load(uint32_t address) {
+    if constexpr (kColumns == kVector) {
+      const uint4 words = ptx::LoadShared(address);
+      return {{words.x, words.y, words.z, words.w}};
+    } else {
+      const uint2 words = ptx::LoadShared8(address);
+      return {{words.x, words.y}};
+    }
+  }
   __device__ __forceinline__ void Add(const BatchSum& other) {
 #pragma unroll
-    for (int i = 0; i < kSumVectors; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) v[i][j] += other.v[i][j];
+      for (int j = 0; j < kColumns; ++j) v[i][j] += other.v[i][j];
     }
   }
   // Adds a product, or begins with it: with a product that is added to +0.
   template <bool kBegins>
-  __device__ __forceinline__ void AddScaled(float scale, int i, uint4 row) {
-    const uint32_t words[4] = {row.x, row.y, row.z, row.w};
+  __device__ __forceinline__ void AddScaled(float scale, int i, const Words& row) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < kColumns / 2; ++j) {
       float& low = v[i][2 * j];
       float& high = v[i][2 * j + 1];
-      low = Kept(fmaf(scale, ptx::LowBf16(words[j]), kBegins ? 0.0f : low));
-      high = Kept(fmaf(scale, ptx::HighBf16(words[j]), kBegins ? 0.0f : high));
+      low = Kept(fmaf(scale, ptx::LowBf16(row.v[j]), kBegins ? 0.0f : low));
+      high = Kept(fmaf(scale, ptx::HighBf16(row.v[j]), kBegins ? 0.0f : high));
     }
   }
   static __device__ __forceinline__ float Kept(float sum) {
@@ -49,24 +66,29 @@ struct BatchSum {
   }
   __device__ __forceinline__ void AddZero() {
 #pragma unroll
-    for (int i = 0; i < kSumVectors; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) v[i][j] += 0.0f;
+      for (int j = 0; j < kColumns; ++j) v[i][j] += 0.0f;
     }
   }
-  // Four of the sums as they are.
-  __device__ __forceinline__ uint4 Word(int i, int half) const {
-    const float* four = v[i] + 4 * half;
-    return {__float_as_uint(four[0]), __float_as_uint(four[1]), __float_as_uint(four[2]),
-            __float_as_uint(four[3])};
+  // A vector of the sums, as they are or rounded to bf16.
+  __device__ __forceinline__ float4 Floats(int i) const {
+    static_assert(kColumns == 4);
+    return {v[i][0], v[i][1], v[i][2], v[i][3]};
   }
-  __device__ __forceinline__ uint4 Packed(int i) const {
-    return {ptx::PackBf16(v[i][0], v[i][1]), ptx::PackBf16(v[i][2], v[i][3]),
-            ptx::PackBf16(v[i][4], v[i][5]), ptx::PackBf16(v[i][6], v[i][7])};
+  __device__ __forceinline__ auto Packed(int i) const {
+    const uint32_t first = ptx::PackBf16(v[i][0], v[i][1]);
+    const uint32_t second = ptx::PackBf16(v[i][2], v[i][3]);
+    if constexpr (kColumns == 4) {
+      return uint2{first, second};
+    } else {
+      return uint4{first, second, ptx::PackBf16(v[i][4], v[i][5]), ptx::PackBf16(v[i][6], v[i][7])};
+    }
   }
 };
 
 // Walks the rows of a batch.
+template <typename Sum>
 struct BatchRows {
   uint32_t address;  // of the lane's first vector in the next row
   const Batch::Route* route;
@@ -74,15 +96,15 @@ struct BatchRows {
   uint32_t next = 0;  // of the last row taken
 
   template <bool kBegins>
-  __device__ __forceinline__ void Take(BatchSum& sum) {
+  __device__ __forceinline__ void Take(Sum& sum) {
     const Batch::Route taken = *route;
-    uint4 vectors[kSumVectors];
+    typename Sum::Words vectors[Sum::kVectors];
 #pragma unroll
-    for (int i = 0; i < kSumVectors; ++i) {
-      vectors[i] = ptx::LoadShared(address + i * kVectorStride * 2);
+    for (int i = 0; i < Sum::kVectors; ++i) {
+      vectors[i] = Sum::Load(address + i * Sum::kStride * 2);
     }
 #pragma unroll
-    for (int i = 0; i < kSumVectors; ++i) {
+    for (int i = 0; i < Sum::kVectors; ++i) {
       sum.template AddScaled<kBegins>(taken.weight, i, vectors[i]);
     }
     next = taken.next;
@@ -92,9 +114,9 @@ struct BatchRows {
 };
 
 // The sum of the node of the tree that holds the next row, kLevel levels above the blocks.
-template <int kLevel>
-__device__ __forceinline__ BatchSum SumOfNode(BatchRows& rows) {
-  BatchSum sum;
+template <int kLevel, typename Sum>
+__device__ __forceinline__ Sum SumOfNode(BatchRows<Sum>& rows) {
+  Sum sum;
   if constexpr (kLevel == 0) {
     rows.template Take<true>(sum);
 #pragma unroll 1

@@ -1,5 +1,6 @@
 // Pieces of rows on their way through shared memory, by bulk copies: some coming in, the others
-// going out, so that several are under way at any time. One thread does it all.
+// going out, so that several are under way at any time. A warp does it all, with all lanes: each
+// stores and publishes what is its own.
 #pragma once
 
 #include "pipeline/delay.cuh"
@@ -30,11 +31,14 @@ class PieceRing {
     if (num_loaded_ - num_stored_ == kLoading) StoreOldest();
     // The piece's last store has read it when all but the kStoring - 1 latest have.
     ptx::StoreWaitRead<static_cast<int>(kStoring) - 1>();
-    const uint32_t piece = num_loaded_ % kNumPieces;
-    const uint32_t barrier = piece_full_ + piece * sizeof(uint64_t);
-    ends_[num_loaded_ % kPieceEnds] = end;
-    ptx::BarrierArriveExpect(barrier, bytes);
-    ptx::BulkLoad(pieces_ + piece * kPieceBytes, from, bytes, barrier);
+    __syncwarp();
+    if (threadIdx.x % kWarpThreads == 0) {
+      const uint32_t piece = num_loaded_ % kNumPieces;
+      const uint32_t barrier = piece_full_ + piece * sizeof(uint64_t);
+      ends_[num_loaded_ % kPieceEnds] = end;
+      ptx::BarrierArriveExpect(barrier, bytes);
+      ptx::BulkLoad(pieces_ + piece * kPieceBytes, from, bytes, barrier);
+    }
     ++num_loaded_;
   }
 
@@ -56,6 +60,7 @@ class PieceRing {
     const uint32_t piece = num_stored_ % kNumPieces;
     const uint32_t barrier = piece_full_ + piece * sizeof(uint64_t);
     ptx::BarrierWait(barrier, num_stored_ / kNumPieces % 2);
+    __syncwarp();  // the first lane has written its end
     Delay(DelaySite::kDispatch, num_stored_);
     store_(ends_[num_stored_ % kPieceEnds], pieces_ + piece * kPieceBytes);
     ptx::StoreCommit();

@@ -39,9 +39,26 @@ struct Layout {
   int token_start[kMaxExperts + 1];  // tokens of the experts before
 };
 
+// The chunks of a plan, in the order of their slots: all of them, or those of a part of the tokens
+// of each source. `At` says which one of all a chunk is.
+struct AllChunks {
+  int count;
+
+  __device__ int At(int chunk) const { return chunk; }
+};
+struct ChunksOfPart {
+  int count, first, per_part, per_source;
+
+  __device__ int At(int chunk) const {
+    const int source = chunk / per_part;
+    return first + source * per_source + chunk - source * per_part;
+  }
+};
+
 // Adds the counts of the chunks [first, end) to sums[experts], with the whole block.
-__device__ inline void AddChunks(const uint32_t* chunk_counts, int experts, int first, int end,
-                                 Count* sums) {
+template <typename Chunks>
+__device__ inline void AddChunks(const uint32_t* chunk_counts, int experts, const Chunks& chunks,
+                                 int first, int end, Count* sums) {
   const int expert = threadIdx.x % experts;
   const int groups = kThreads / experts;
   const int group = threadIdx.x / experts;
@@ -53,7 +70,7 @@ __device__ inline void AddChunks(const uint32_t* chunk_counts, int experts, int 
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int at = chunk + i * groups;
-      packed[i] = at < end ? __ldcg(chunk_counts + at * experts + expert) : 0;
+      packed[i] = at < end ? __ldcg(chunk_counts + chunks.At(at) * experts + expert) : 0;
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -87,13 +104,14 @@ __device__ void ScanWithWarp(int experts, Value value, int* starts) {
 __device__ inline int TilesOf(int rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 // Fills `layout` for the block that places `chunk`; leaves the block synchronised.
-__device__ inline void MakeLayout(const uint32_t* chunk_counts, int experts, int num_chunks,
+template <typename Chunks>
+__device__ inline void MakeLayout(const uint32_t* chunk_counts, int experts, const Chunks& chunks,
                                   int chunk, Layout& layout) {
   if (threadIdx.x < experts) layout.total[threadIdx.x] = layout.next[threadIdx.x] = {0, 0};
   __syncthreads();
-  const int own = min(chunk, num_chunks);
-  AddChunks(chunk_counts, experts, 0, own, layout.next);
-  AddChunks(chunk_counts, experts, own, num_chunks, layout.total);
+  const int own = min(chunk, chunks.count);
+  AddChunks(chunk_counts, experts, chunks, 0, own, layout.next);
+  AddChunks(chunk_counts, experts, chunks, own, chunks.count, layout.total);
   __syncthreads();
   if (threadIdx.x < experts) {
     layout.total[threadIdx.x].rows += layout.next[threadIdx.x].rows;

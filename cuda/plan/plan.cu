@@ -4,11 +4,13 @@
 //   CountRoutes  each block counts the routes of its chunk of slots per local expert.
 //   PlaceRoutes  each block adds up the counts of all chunks and of those before its own, places
 //                the routes of its chunk with a stable in-block sort, and writes a share of the
-//                lists (items, waves, pads, tails).
+//                lists (items, waves, pads, tails). Of a call that may have several passes each has
+//                a launch, the first of which finds how many there are.
 // Atomics only add integers in shared memory, whose order cannot show.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "comm/wait.cuh"
 #include "plan/layout.cuh"
@@ -52,15 +54,19 @@ __device__ bool LacksRoutes(const WaitContext& wait) {
   return wait.failed_epoch != nullptr && HasFailed(wait);
 }
 
-// The slots [first, end) of a chunk.
+// The slots [first, end) of a chunk; none where a part has fewer than others.
 struct Range {
   int first, end;
 };
 __device__ Range ChunkSlots(const RoutingDims& d, const PlanChunks& chunks, int chunk) {
-  const int source = chunk / chunks.per_source;
-  const int per_source = d.T * d.K;
-  const int first = (chunk - source * chunks.per_source) * chunks.slots;
-  return {source * per_source + first, source * per_source + min(first + chunks.slots, per_source)};
+  const int of_sources = chunk / chunks.per_part;
+  const int source = of_sources / chunks.parts;
+  const int part = of_sources - source * chunks.parts;
+  const int slots = source * d.T * d.K;
+  const int first = slots + PartStart(d.T, part, chunks.parts) * d.K;
+  const int end = slots + PartStart(d.T, part + 1, chunks.parts) * d.K;
+  const int before = (chunk - of_sources * chunks.per_part) * chunks.slots;
+  return {first + before, min(first + before + chunks.slots, end)};
 }
 
 __global__ __launch_bounds__(kThreads, 1) void CountRoutes(PlanProblem p, PlanChunks chunks,
@@ -160,12 +166,27 @@ __device__ void FillTail(int32_t* array, int64_t first, int64_t end) {
   Fill(array, first, end, -1);
 }
 
+// The passes that the call needs, and which one this is.
+struct Pass {
+  int index, count;
+};
+
+// Slots of tokens that the pass does not take.
+__device__ void FillOtherParts(const RoutingDims& d, const Pass& pass, int32_t* slot_row) {
+  const int64_t per_source = int64_t{d.T} * d.K;
+  for (int r = 0; r < d.R; ++r) {
+    int32_t* of_source = slot_row + r * per_source;
+    FillTail(of_source, 0, int64_t{PartStart(d.T, pass.index, pass.count)} * d.K);
+    FillTail(of_source, int64_t{PartStart(d.T, pass.index + 1, pass.count)} * d.K, per_source);
+  }
+}
+
 struct Ends {
   int64_t row_slot, items, waves, token_order;  // int32 elements of the arrays with a tail
 };
 
-__device__ void WriteLists(const PlanProblem& p, const PlanChunks& chunks, const Ends& ends,
-                           const PlanArrays& out, Layout& layout) {
+__device__ void WriteLists(const PlanProblem& p, const PlanChunks& chunks, const Pass& pass,
+                           const Ends& ends, const PlanArrays& out, Layout& layout) {
   const int experts = p.dims.experts_per_rank();
   const StepStart num = StartOf(p, layout, p.num_steps);
   ListItems(p, layout, out.items);
@@ -184,18 +205,21 @@ __device__ void WriteLists(const PlanProblem& p, const PlanChunks& chunks, const
   if (blockIdx.x == 0) {
     for (int e = threadIdx.x; e <= experts; e += kThreads) {
       out.expert_start[e] = layout.tile_start[e] * kTileRows;
+      if (e < experts) out.expert_rows[e] = layout.total[e].rows;
     }
     if (threadIdx.x == 0) {
       out.totals[0] = num.waves;
       out.totals[1] = layout.token_start[experts];
+      out.totals[2] = pass.count;
     }
   }
-  if (blockIdx.x < p.dims.R) {  // one source each; layout.next is free now
+  if (pass.index == 0 && blockIdx.x < p.dims.R) {  // one source each; layout.next is free now
     __syncthreads();
     if (threadIdx.x < experts) layout.next[threadIdx.x] = {0, 0};
     __syncthreads();
-    const int first = blockIdx.x * chunks.per_source;
-    AddChunks(out.chunk_counts, experts, first, first + chunks.per_source, layout.next);
+    const AllChunks all = {p.dims.R * chunks.per_source()};
+    const int first = blockIdx.x * chunks.per_source();
+    AddChunks(out.chunk_counts, experts, all, first, first + chunks.per_source(), layout.next);
     __syncthreads();
     if (threadIdx.x < experts) {
       out.counts[blockIdx.x * experts + threadIdx.x] = layout.next[threadIdx.x].rows;
@@ -212,23 +236,54 @@ constexpr int PlaceMemoryBytes(int experts) {
   return offsetof(PlaceMemory, warp_counts) + kWarps * experts * sizeof(uint32_t);
 }
 
+// The chunks that a pass takes, of a call that may have several; all: it takes those of all tokens.
+__device__ ChunksOfPart ChunksOfPass(const RoutingDims& d, const PlanChunks& chunks, int pass,
+                                     bool all) {
+  const int count = d.R * (all ? chunks.per_source() : chunks.per_part);
+  if (all) return {count, 0, count, 0};
+  return {count, pass * chunks.per_part, chunks.per_part, chunks.per_source()};
+}
+
+// kSeveralPasses: there may be more passes than this one.
+template <bool kSeveralPasses>
 __global__ __launch_bounds__(kThreads, 1) void PlaceRoutes(const __grid_constant__ PlanProblem p,
-                                                           PlanChunks chunks, Ends ends,
-                                                           const int32_t* expert_idx,
+                                                           PlanChunks chunks, int pass_idx,
+                                                           Ends ends, const int32_t* expert_idx,
                                                            PlanArrays out, Cleared cleared,
                                                            WaitContext wait) {
   ptx::LetNextKernelStart();
   ptx::WaitForPreviousKernel();
   const bool lacks_routes = LacksRoutes(wait);
+  const int experts = p.dims.experts_per_rank();
+  std::conditional_t<kSeveralPasses, ChunksOfPart, AllChunks> of_pass = {};
+  Pass pass = {pass_idx, 1};
+  if constexpr (kSeveralPasses) {
+    // Written by an earlier kernel, and by this one only where no block looks at it.
+    if (pass_idx > 0 && (lacks_routes || pass_idx >= out.totals[2])) {
+      if (lacks_routes && blockIdx.x == 0 && threadIdx.x == 0) out.totals[2] = 0;
+      return;
+    }
+    of_pass = ChunksOfPass(p.dims, chunks, pass_idx, pass_idx == 0);
+  } else {
+    of_pass = {p.dims.R * chunks.per_source()};
+  }
   Fill(cleared.words, 0, cleared.count, 0u);
   auto& [layout, warp_counts] = *static_cast<PlaceMemory*>(ptx::DynamicSharedMemory());
-  const int num_chunks = p.dims.R * chunks.per_source;
-  MakeLayout(out.chunk_counts, p.dims.experts_per_rank(), num_chunks, blockIdx.x, layout);
-  if (blockIdx.x < num_chunks) {
-    PlaceChunk(p, ChunkSlots(p.dims, chunks, blockIdx.x), expert_idx, lacks_routes, out, layout,
-               warp_counts);
+  MakeLayout(out.chunk_counts, experts, of_pass, blockIdx.x, layout);
+  if constexpr (kSeveralPasses) {
+    const bool fits = layout.tile_start[experts] * int64_t{kTileRows} <= ends.row_slot;
+    if (pass_idx > 0 || !fits) pass.count = chunks.parts;
+    if (!fits) {  // all tokens; a part of them does
+      of_pass = ChunksOfPass(p.dims, chunks, pass_idx, false);
+      MakeLayout(out.chunk_counts, experts, of_pass, blockIdx.x, layout);
+    }
+    if (pass.count > 1) FillOtherParts(p.dims, pass, out.slot_row);
   }
-  WriteLists(p, chunks, ends, out, layout);
+  if (blockIdx.x < of_pass.count) {
+    PlaceChunk(p, ChunkSlots(p.dims, chunks, of_pass.At(blockIdx.x)), expert_idx, lacks_routes, out,
+               layout, warp_counts);
+  }
+  WriteLists(p, chunks, pass, ends, out, layout);
 }
 
 cudaLaunchConfig_t LaunchConfig(cudaStream_t stream, int blocks, int shared_bytes) {
@@ -245,23 +300,26 @@ cudaLaunchConfig_t LaunchConfig(cudaStream_t stream, int blocks, int shared_byte
 CudaStatus Load() {
   cudaFuncAttributes attributes;
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&attributes, CountRoutes));
-  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
-      PlaceRoutes, cudaFuncAttributeMaxDynamicSharedMemorySize, PlaceMemoryBytes(kMaxExperts)));
+  for (const auto place : {PlaceRoutes<false>, PlaceRoutes<true>}) {
+    MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
+        place, cudaFuncAttributeMaxDynamicSharedMemorySize, PlaceMemoryBytes(kMaxExperts)));
+  }
   return {};
 }
 
-CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t* expert_idx,
-                  const PlanArrays& arrays, const Cleared& cleared, const WaitContext& wait) {
-  const PlanChunks chunks = ChunksOf(problem.dims);
-  const int num_chunks = problem.dims.R * chunks.per_source;
-  if (num_chunks > 0) {
+CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, int pass,
+                  const int32_t* expert_idx, const PlanArrays& arrays, const Cleared& cleared,
+                  const WaitContext& wait) {
+  const PlanChunks chunks = ChunksOf(problem);
+  const int num_chunks = problem.dims.R * chunks.per_source();
+  if (num_chunks > 0 && pass == 0) {
     const cudaLaunchConfig_t config = LaunchConfig(stream, num_chunks, 0);
     MEGAMOE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, CountRoutes, problem, chunks,
                                                     expert_idx, arrays.chunk_counts, wait));
   }
   const auto fields = PlanFields(problem);
-  const Ends ends = {fields[3].elements, fields[4].elements, fields[5].elements,
-                     fields[6].elements};
+  const Ends ends = {fields[4].elements, fields[5].elements, fields[6].elements,
+                     fields[7].elements};
   // One more than chunks: see ListWaves.
   const int blocks = std::max(num_chunks, PlanChunks::kWantedChunks) + 1;
   cudaLaunchConfig_t config =
@@ -271,7 +329,8 @@ CudaStatus Launch(cudaStream_t stream, const PlanProblem& problem, const int32_t
     config.attrs = &early;
     config.numAttrs = 1;
   }
-  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, PlaceRoutes, problem, chunks, ends,
+  const auto place = chunks.parts > 1 ? PlaceRoutes<true> : PlaceRoutes<false>;
+  MEGAMOE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, place, problem, chunks, pass, ends,
                                                   expert_idx, arrays, cleared, wait));
   return {};
 }

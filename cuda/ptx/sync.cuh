@@ -204,7 +204,7 @@ __device__ __forceinline__ void StoreStreaming(uint4* to, uint4 v) {
                : "memory");
 }
 
-// ---- shared memory ----
+// ---- shared memory, 16 bytes or 8 ----
 
 __device__ __forceinline__ uint4 LoadShared(uint32_t address) {
   uint4 v;
@@ -212,6 +212,11 @@ __device__ __forceinline__ uint4 LoadShared(uint32_t address) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(address)
                : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 LoadShared8(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
 }
 

@@ -67,6 +67,14 @@ __device__ __forceinline__ void TmaStore(const CUtensorMap& map, uint32_t shared
       "r"(shared), "r"(x), "r"(y)
       : "memory");
 }
+// Adds the float32 elements of the box to those in memory.
+__device__ __forceinline__ void TmaAdd(const CUtensorMap& map, uint32_t shared, int x, int y) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2,%3}], [%1];" ::"l"(
+          &map),
+      "r"(shared), "r"(x), "r"(y)
+      : "memory");
+}
 __device__ __forceinline__ void StoreCommit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -4,7 +4,8 @@
 // writes     Steps::Sums, and what Steps::FinishRoute does for each route of a token
 // waits on   Steps::RowsDone of each row's tile: its items were claimed before or will be by
 //            running warps; batch_full
-// signals    with peers PeerArrays::sums_done at the token's rank, unless the call has failed
+// signals    with peers PeerArrays::sums_done at the token's rank, unless the call has failed; of
+//            several tokens at once, but before the warp waits for rows and before it ends
 // threads    any warps; each claims one token at a time, in the order in which sums become ready
 //
 // Rows come in batches through shared memory by bulk copies: one warp keeps tens of KB on their
@@ -13,12 +14,12 @@
 // What is added to what: pipeline/batch_sum.cuh.
 #pragma once
 
+#include "comm/trace.cuh"
 #include "comm/wait.cuh"
 #include "pipeline/batch_sum.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/mutation.cuh"
 #include "pipeline/shared_memory.cuh"
-#include "pipeline/trace.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -47,14 +48,17 @@ class CombineRole {
       } else if (num_in_flight_ > 0) {
         SumBatch();
       } else {
+        if constexpr (Steps::kHasPeers) RaiseFlags();
         return;
       }
     }
   }
 
  private:
-  // From one vector of the sums to the next: bf16 for their owner, float32 for another rank.
-  static constexpr int kSumWords = Steps::kHasPeers ? 2 : 1;
+  // A release of system scope takes a round trip over NVLink; one does for so many tokens.
+  static constexpr int kMaxSummed = 4;
+
+  using Sum = BatchSum<Steps::kSumColumns>;
 
   // ---- tokens: claim -> place in the order -> routes, each a memory latency ahead of its use ----
 
@@ -153,6 +157,7 @@ class CombineRole {
   __device__ __forceinline__ bool RowsAreReady() {
     if (is_ready_ || HasFault(SeededFault::kSumBeforeRows)) return true;
     if (num_in_flight_ > 0) return is_ready_ = LookForRows();
+    if constexpr (Steps::kHasPeers) RaiseFlags();
     WaitForFlags(row_ >= 0, RowDone(), /*pause_ns=*/200, p_.wait, -1, max(row_, 0) / kTileRows);
     ptx::FenceAsyncGlobal();
     return is_ready_ = true;
@@ -167,7 +172,7 @@ class CombineRole {
 
   // Starts the copies of the next batch of the current token.
   __device__ __forceinline__ void IssueBatch() {
-    Delay(DelaySite::kCombine, token_ * 64 + column_ / kVectorStride);
+    Delay(DelaySite::kCombine, token_ * 64 + column_ / (kWarpThreads * kVector));
     Batch& batch = batches_[issue_];
     // Uniform over the warp, and the compiler knows it: the copies are issued one lane at a time.
     const uint32_t barrier =
@@ -176,9 +181,11 @@ class CombineRole {
         __shfl_sync(kAllLanes, min(static_cast<int>(row_bytes_ / 2), p_.H - column_), 0);
     const unsigned vector = static_cast<unsigned>(column_) / kVector;
     if (lane_ == 0) {
-      batch.shape = {to_ + vector * kSumWords, static_cast<int16_t>(columns),
+      batch.shape = {to_ + vector * Steps::SumVectors(p_), static_cast<int16_t>(columns),
                      static_cast<uint16_t>(row_bytes_), column_ + columns == p_.H ? token_ : -1};
       ptx::BarrierArriveExpect(barrier, num_routes_ * columns * 2);
+      const int bytes = columns * 2 * Steps::SumVectors(p_);
+      Steps::template Count<&PeerTraffic::sums_sent>(p_, token_, bytes);
     }
     if (row_ >= 0) {
       batch.routes[place_] = route_;
@@ -198,47 +205,70 @@ class CombineRole {
 
   // Sums the oldest batch.
   __device__ __forceinline__ void SumBatch() {
-    const TraceScope trace(p_.trace, kCombine, lane_ == 0);
-    bool is_garbage = false;
-    if constexpr (Steps::kHasPeers) is_garbage = HasFailed(p_.wait);  // looked up meanwhile
+    TraceScope trace(p_.trace, kCombine, lane_ == 0);
     ptx::BarrierWait(batch_full_ + sum_.index() * sizeof(uint64_t), sum_.parity());
     const Batch& batch = batches_[sum_.index()];
     const Batch::Shape shape = batch.shape;
-    uint4* const sums = shape.to + lane_ * kSumWords;
+    if constexpr (Steps::kHasPeers) {
+      trace.MarkIfOfPeer([&] { return Steps::IsOfPeer(p_, shape.to); });
+    }
     Delay(DelaySite::kCombine, ~static_cast<uint32_t>(shape.ended));
-    const uint32_t rows_address = ptx::SharedAddress(batch.rows) + lane_ * kVector * 2;
+    const uint32_t rows_address = ptx::SharedAddress(batch.rows) + lane_ * Steps::kSumColumns * 2;
     int first = 0;
 #pragma unroll 1
     do {
-      BatchRows rows = {rows_address + first * 2, batch.routes, shape.row_bytes};
-      BatchSum sum = SumOfNode<kTreeLevels>(rows);
+      BatchRows<Sum> rows = {rows_address + first * 2, batch.routes, shape.row_bytes};
+      Sum sum = SumOfNode<kTreeLevels>(rows);
       if (rows.next == kNoRowAddZero) sum.AddZero();
-#pragma unroll
-      for (int i = 0; i < kSumVectors; ++i) {
-        const int column = first + i * kVectorStride;
-        if (column + lane_ * kVector < shape.columns) {
-          uint4* const to = sums + column / kVector * kSumWords;
-          if constexpr (Steps::kHasPeers) {
-            to[0] = sum.Word(i, 0);
-            to[1] = sum.Word(i, 1);
-          } else {
-            to[0] = sum.Packed(i);
-          }
-        }
+      if constexpr (!Steps::kHasPeers) {
+        Store(shape, first, shape.to, [&](int i) { return sum.Packed(i); });
+      } else if (p_.peers.bf16_sums) {
+        auto* const to = reinterpret_cast<uint2*>(shape.to);
+        Store(shape, first, to, [&](int i) { return sum.Packed(i); });
+      } else {
+        auto* const to = reinterpret_cast<float4*>(shape.to);
+        Store(shape, first, to, [&](int i) { return sum.Floats(i); });
       }
-      first += kSumColumns;
+      first += kTurnColumns;
     } while (first < shape.columns);
-    // The batch is free for the next copy: every lane has read it. What they have written, of this
-    // batch and those before it, is released with the flag.
+    // The batch is free for the next copy: every lane has read it.
     __syncwarp();
     if constexpr (Steps::kHasPeers) {
-      // No peer takes what a failed call has summed: it waits until it gives up.
-      if (shape.ended >= 0 && lane_ == 0 && !is_garbage) {
-        ptx::StoreReleaseSystem(Steps::SumsDone(p_, shape.ended), p_.peers.epoch);
-      }
+      if (shape.ended >= 0) HasSummed(shape.ended);
     }
     sum_.Advance();
     --num_in_flight_;
+  }
+
+  // vector(i): the lane's i-th one of a turn, whose first column in the batch is `first`.
+  template <typename Vector, typename F>
+  __device__ __forceinline__ void Store(const Batch::Shape& shape, int first, Vector* to,
+                                        F vector) const {
+#pragma unroll
+    for (int i = 0; i < Sum::kVectors; ++i) {
+      const int column = first + i * Sum::kStride;
+      if (column + lane_ * Steps::kSumColumns < shape.columns) {
+        to[column / Steps::kSumColumns + lane_] = vector(i);
+      }
+    }
+  }
+
+  // ---- with peers: the flags of the tokens that are summed ----
+
+  __device__ __forceinline__ void HasSummed(int token) {
+    if (lane_ == num_summed_) summed_token_ = token;
+    if (++num_summed_ == kMaxSummed) RaiseFlags();
+  }
+
+  // Each lane raises the flag of one token. It releases what all lanes have written, which came
+  // before a __syncwarp.
+  __device__ __forceinline__ void RaiseFlags() {
+    // No peer takes what a failed call has summed: it waits until it gives up.
+    if (lane_ < num_summed_ && !HasFailed(p_.wait)) {
+      ptx::StoreReleaseSystem(Steps::SumsDone(p_, summed_token_), p_.peers.epoch);
+      Steps::template Count<&PeerTraffic::flags_sent>(p_, summed_token_, sizeof(uint32_t));
+    }
+    num_summed_ = 0;
   }
 
   const Params& p_;
@@ -269,6 +299,9 @@ class CombineRole {
   int issue_ = 0;
   RingPosition<kNumBatches> sum_;
   int num_in_flight_ = 0;
+  // Tokens that are summed and whose flags are not raised, one in each of the first lanes.
+  int num_summed_ = 0;
+  int summed_token_ = 0;
 };
 
 // Writes 0 to the sums of the tokens that have no route, a warp's share of them. Nobody waits for

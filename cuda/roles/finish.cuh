@@ -1,9 +1,9 @@
-// Finish: adds up what each rank has sent for this rank's tokens.
+// Finish: adds up what each rank has sent for this rank's tokens, those of the pass.
 //
 // reads      expert_idx of this rank; PeerArrays::sums and dw of this rank
 // writes     y of each token, in the backward dx and dw
 // waits on   PeerArrays::sums_done of the ranks that have routes of a token: work of peers, which
-//            waits for none of ours that comes after it
+//            waits for none of ours that comes after it, nor for what later passes of ours do
 // signals    nothing
 // threads    any warps, behind their share of the sums; each claims one token at a time
 //
@@ -11,10 +11,10 @@
 // without routes of a token has sent nothing, and is +0.
 #pragma once
 
+#include "comm/trace.cuh"
 #include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/shared_memory.cuh"
-#include "pipeline/trace.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "shared/part.h"
@@ -29,24 +29,44 @@ class FinishRole {
   __device__ explicit FinishRole(const Params& params)
       : p_(params), rank_(params.wait.rank), lane_(threadIdx.x % kWarpThreads) {}
 
+  // Tokens are claimed and their ids read one ahead: neither latency is waited for.
   __device__ void Run() {
-    for (;;) {
-      int token = 0;
-      if (lane_ == 0) token = static_cast<int>(ptx::FetchIncrement(p_.counters.next_own));
-      token = __shfl_sync(kAllLanes, token, 0);
-      if (token >= p_.dims.T) return;
-      FinishToken(token);
+    const int num_passes = p_.plan.totals[2];
+    const int end = PartStart(p_.dims.T, p_.pass + 1, num_passes);
+    const int first = PartStart(p_.dims.T, p_.pass, num_passes);
+    int claim = Claim();
+    int token = first + __shfl_sync(kAllLanes, claim, 0);
+    claim = Claim();
+    int expert = ExpertOf(token);
+    while (token < end) {
+      const int next = first + __shfl_sync(kAllLanes, claim, 0);
+      claim = Claim();
+      const int next_expert = ExpertOf(next);
+      FinishToken(token, expert);
+      token = next;
+      expert = next_expert;
     }
   }
 
  private:
-  static constexpr int kColumns = 4;  // of a lane at a time
-  static constexpr int kStride = kWarpThreads * kColumns;
+  // What a lane loads of a rank's sums.
+  static constexpr int kColumns = 4;
+  using F32Sums = float4;
+  using Bf16Sums = uint2;
 
-  __device__ __forceinline__ void FinishToken(int token) {
+  // In the first lane.
+  __device__ __forceinline__ int Claim() {
+    return lane_ == 0 ? static_cast<int>(ptx::FetchIncrement(p_.counters.next_own)) : 0;
+  }
+  // Of the lane's route of an own token; those of others lie behind K.
+  __device__ __forceinline__ int ExpertOf(int token) const {
+    if (token >= p_.dims.T) return -1;
+    const int64_t slots = int64_t{rank_ * p_.dims.T + token} * p_.dims.K;
+    return p_.expert_idx[slots + min(lane_, p_.dims.K - 1)];
+  }
+
+  __device__ __forceinline__ void FinishToken(int token, int expert) {
     const TraceScope trace(p_.trace, kFinish, lane_ == 0);
-    const int slot = (rank_ * p_.dims.T + token) * p_.dims.K + min(lane_, p_.dims.K - 1);
-    const int expert = p_.expert_idx[slot];
     const bool is_route = lane_ < p_.dims.K && expert >= 0 && expert < p_.dims.E;
     const int owner = is_route ? expert / p_.dims.experts_per_rank() : -1;
     unsigned ranks = 0;  // that have routes of the token
@@ -55,14 +75,10 @@ class FinishRole {
     }
     WaitForSums(ranks, token);
     Delay(DelaySite::kCombine, token);
-    const int64_t row = int64_t{token} * p_.H;
-    const float* sums = p_.peers.sums[rank_] + row + lane_ * kColumns;
-    uint2* const to = reinterpret_cast<uint2*>(Steps::Sums(p_)) + row / kColumns + lane_;
-#pragma unroll 1
-    for (int column = 0; column < p_.H; column += kStride) {
-      if (column + lane_ * kColumns >= p_.H) break;
-      const float4 sum = SumOfRanks(sums + column, ranks);
-      to[column / kColumns] = {ptx::PackBf16(sum.x, sum.y), ptx::PackBf16(sum.z, sum.w)};
+    if (p_.peers.bf16_sums) {
+      AddUpRanks<Bf16Sums>(token, ranks);
+    } else {
+      AddUpRanks<F32Sums>(token, ranks);
     }
     if (lane_ < p_.dims.K) Steps::TakeRoute(p_, token * p_.dims.K + lane_, is_route);
     __syncwarp();
@@ -70,6 +86,7 @@ class FinishRole {
 
   // Lane r waits for rank r.
   __device__ __forceinline__ void WaitForSums(unsigned ranks, int token) {
+    const TraceScope trace(p_.trace, kTraceWait | kFinish, lane_ == 0);
     const bool waits = ranks >> lane_ & 1;
     const uint32_t* flag =
         p_.peers.sums_done[rank_] + int64_t{min(lane_, p_.dims.R - 1)} * p_.dims.T + token;
@@ -79,23 +96,68 @@ class FinishRole {
     __syncwarp();
   }
 
-  // By the balanced tree over the ranks.
-  __device__ __forceinline__ float4 SumOfRanks(const float* sums, unsigned ranks) const {
-    float4 v[kMaxRanks];
+  // The sums of a token.
+  template <typename Sums>
+  __device__ __forceinline__ void AddUpRanks(int token, unsigned ranks) const {
+    if (p_.dims.R == 2) {
+      AddUp<Sums, 2>(token, ranks);
+    } else if (p_.dims.R == 4) {
+      AddUp<Sums, 4>(token, ranks);
+    } else {
+      AddUp<Sums, 8>(token, ranks);
+    }
+  }
+
+  // As many loads on their way as there may be ranks, whatever their number.
+  template <typename Sums, int kRanks>
+  __device__ __forceinline__ void AddUp(int token, unsigned ranks) const {
+    constexpr int kVectors = kMaxRanks / kRanks;
+    const int row_vectors = p_.H / kColumns;
+    const int64_t row = int64_t{token} * row_vectors;
+    const Sums* const from = static_cast<const Sums*>(p_.peers.sums[rank_]) + row;
+    uint2* const to = reinterpret_cast<uint2*>(Steps::Sums(p_)) + row;
+#pragma unroll 1
+    for (int first = lane_; first < row_vectors; first += kVectors * kWarpThreads) {
+      Sums sums[kVectors][kRanks];
 #pragma unroll
-    for (int r = 0; r < kMaxRanks; ++r) {
-      v[r] = {0, 0, 0, 0};
-      if (ranks >> r & 1) {
-        v[r] = *reinterpret_cast<const float4*>(sums + int64_t{r} * p_.dims.T * p_.H);
+      for (int i = 0; i < kVectors; ++i) {
+        const int vector = first + i * kWarpThreads;
+#pragma unroll
+        for (int r = 0; r < kRanks; ++r) {
+          sums[i][r] = {};
+          if (vector < row_vectors && (ranks >> r & 1)) {
+            sums[i][r] = from[int64_t{r} * p_.dims.T * row_vectors + vector];
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int vector = first + i * kWarpThreads;
+        if (vector < row_vectors) to[vector] = Rounded(SumOfRanks(sums[i]));
       }
     }
+  }
+
+  // By the balanced tree over the ranks.
+  template <typename Sums, int kRanks>
+  static __device__ __forceinline__ float4 SumOfRanks(const Sums (&sums)[kRanks]) {
+    float4 v[kRanks];
 #pragma unroll
-    for (int width = 1; width < kMaxRanks; width *= 2) {
-      if (width >= p_.dims.R) break;
+    for (int r = 0; r < kRanks; ++r) v[r] = Floats(sums[r]);
 #pragma unroll
-      for (int r = 0; r < kMaxRanks; r += 2 * width) v[r] = Sum(v[r], v[r + width]);
+    for (int width = 1; width < kRanks; width *= 2) {
+#pragma unroll
+      for (int r = 0; r < kRanks; r += 2 * width) v[r] = Sum(v[r], v[r + width]);
     }
     return v[0];
+  }
+  static __device__ __forceinline__ uint2 Rounded(float4 v) {
+    return {ptx::PackBf16(v.x, v.y), ptx::PackBf16(v.z, v.w)};
+  }
+  static __device__ __forceinline__ float4 Floats(F32Sums sums) { return sums; }
+  static __device__ __forceinline__ float4 Floats(Bf16Sums sums) {
+    return {ptx::LowBf16(sums.x), ptx::HighBf16(sums.x), ptx::LowBf16(sums.y),
+            ptx::HighBf16(sums.y)};
   }
   static __device__ __forceinline__ float4 Sum(float4 a, float4 b) {
     return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};

@@ -13,13 +13,13 @@
 // power and with it clock: products alone gained 2.4 % on an H200, 4 % beside copies.
 #pragma once
 
+#include "comm/trace.cuh"
 #include "comm/wait.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/mutation.cuh"
 #include "pipeline/products.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
-#include "pipeline/trace.cuh"
 #include "ptx/sync.cuh"
 
 namespace megamoe {

@@ -7,13 +7,13 @@
 // threads    two warpgroups, 64 rows of the tile each
 #pragma once
 
+#include "comm/trace.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/mutation.cuh"
 #include "pipeline/products.cuh"
 #include "pipeline/queue.cuh"
 #include "pipeline/shared_memory.cuh"
 #include "pipeline/staging.cuh"
-#include "pipeline/trace.cuh"
 #include "ptx/math.cuh"
 #include "ptx/wgmma.cuh"
 

@@ -47,6 +47,7 @@ struct LayerParams {
   int I;
   int experts_per_block;  // E/B of the summation tree
   uint32_t parts;         // of this launch
+  int pass;               // of this launch, from 0
   WaitContext wait;
   PlanArrays plan;
   LayerCounters counters;

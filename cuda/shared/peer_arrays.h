@@ -19,12 +19,13 @@ struct PeerArrays {
   int32_t* expert_idx[kMaxRanks];    // [R, T, K], of every other call
   float* expert_weight[kMaxRanks];   // [R, T, K], likewise
   uint32_t* inputs_done[kMaxRanks];  // [R]: the epoch when the above and x and dy are there
-  float* sums[kMaxRanks];            // [R, T, H]: of the writer's experts' rows of a token
+  void* sums[kMaxRanks];             // [R, T, H]: of the writer's experts' rows of a token
   float* dw[kMaxRanks];              // [T, K]: of a route, written by the rank of its expert
   uint32_t* sums_done[kMaxRanks];    // [R, T]: the epoch when both are there
   // The rank's own: blocks of the kernel that shares its inputs, as many as have come to the end.
   uint32_t* blocks_done;
   uint32_t epoch;  // of this call, the same on all ranks
+  bool bf16_sums;  // sums are rounded to bf16, else they are float32
 };
 
 }  // namespace megamoe

@@ -28,6 +28,7 @@ constexpr int kTokenTiles = 0;
 
 struct PlanProblem {
   RoutingDims dims;
+  int64_t pool_routes;  // that the pool has room for, whatever experts of the rank they go to
   int rank;
   int num_steps;
   PlanStep steps[kMaxSteps];
@@ -49,39 +50,59 @@ struct Wave {
   int32_t first, end;
 };
 
-// Device pointers; every element of every array is written by each call.
+// The first of the T tokens of a rank that part `part` of `num_parts` takes.
+MEGAMOE_HOST_DEVICE constexpr int PartStart(int T, int part, int num_parts) {
+  return static_cast<int>(int64_t{T} * part / num_parts);
+}
+
+// The passes of a call whose rows do not fit the pool at once: each takes a part of the tokens of
+// every rank, as many of them as always fit.
+inline int MaxPasses(const PlanProblem& p) {
+  const int64_t tokens = p.pool_routes / (int64_t{p.dims.R} * p.dims.K);
+  if (p.dims.T == 0 || tokens == 0) return 1;
+  return static_cast<int>((p.dims.T + tokens - 1) / tokens);
+}
+
+// Device pointers; every element of every array is written by each call, and again by each pass
+// that its routing needs.
 struct PlanArrays {
-  int32_t* counts;         // [R, E/R]
+  int32_t* counts;         // [R, E/R], of all passes
   int32_t* expert_start;   // [E/R + 1]
+  int32_t* expert_rows;    // [E/R]
   int32_t* slot_row;       // [R, T, K]
   int32_t* row_slot;       // [P]
   Item* items;             // [N, 4]
   Wave* waves;             // [V, 2]
   int32_t* token_order;    // [R*T]
-  int32_t* totals;         // [2]: waves, tokens
+  int32_t* totals;         // [3]: waves, tokens; the passes that the call needs, 1 or MaxPasses
   uint32_t* chunk_counts;  // [chunks, E/R]: scratch between the two kernels
 };
 
-// The slots of a source are cut into chunks, one per block; a chunk never spans two sources, so
-// that counts per source are sums of chunks. One wave of blocks, unless a count of a chunk would
-// outgrow the 16 bits it has in chunk_counts.
+// The slots of a source are cut into chunks, one per block; a chunk never spans two sources, nor
+// the tokens of two passes, so that counts of either are sums of chunks. One wave of blocks, unless
+// a count of a chunk would outgrow the 16 bits it has in chunk_counts.
 struct PlanChunks {
   static constexpr int kBlockSlots = 1024;  // slots a block takes at a time
   static constexpr int kWantedChunks = 128;
   static constexpr int64_t kMaxSlots = 32 * kBlockSlots;
 
-  int slots;       // of a chunk, the last one of a source excepted
-  int per_source;  // chunks of one source
+  int slots;     // of a chunk, the last one of a part excepted
+  int per_part;  // chunks of one part of a source
+  int parts;     // of each source: MaxPasses
+
+  MEGAMOE_HOST_DEVICE constexpr int per_source() const { return parts * per_part; }
 };
 
-inline PlanChunks ChunksOf(const RoutingDims& d) {
-  const int64_t per_source = int64_t{d.T} * d.K;
-  const int64_t wanted = d.R * per_source / PlanChunks::kWantedChunks;
+inline PlanChunks ChunksOf(const PlanProblem& p) {
+  const RoutingDims& d = p.dims;
+  const int parts = MaxPasses(p);
+  const int64_t part_slots = (int64_t{d.T} + parts - 1) / parts * d.K;
+  const int64_t wanted = part_slots / std::max(1, PlanChunks::kWantedChunks / (d.R * parts));
   int64_t slots = (wanted + PlanChunks::kBlockSlots - 1) / PlanChunks::kBlockSlots;
   slots = slots * PlanChunks::kBlockSlots;
   if (slots < PlanChunks::kBlockSlots) slots = PlanChunks::kBlockSlots;
   if (slots > PlanChunks::kMaxSlots) slots = PlanChunks::kMaxSlots;
-  return {static_cast<int>(slots), static_cast<int>((per_source + slots - 1) / slots)};
+  return {static_cast<int>(slots), static_cast<int>((part_slots + slots - 1) / slots), parts};
 }
 
 struct PlanField {
@@ -90,12 +111,13 @@ struct PlanField {
 };
 
 // Fields in the order of PlanArrays and of the results of the FFI call, with their int32 elements.
-inline std::array<PlanField, 9> PlanFields(const PlanProblem& p) {
+constexpr int kNumPlanFields = 10;
+inline std::array<PlanField, kNumPlanFields> PlanFields(const PlanProblem& p) {
   const RoutingDims& d = p.dims;
   const int64_t experts = d.experts_per_rank();
-  const int64_t routes = int64_t{d.R} * d.T * d.K;
-  // All routes local, and as many experts with one row in their last tile as there can be.
-  const int64_t tiles = routes < experts ? routes : experts + (routes - experts) / kTileRows;
+  // A full pool, with as many experts with one row in their last tile as there can be.
+  const int64_t tiles =
+      p.pool_routes < experts ? p.pool_routes : experts + (p.pool_routes - experts) / kTileRows;
   int64_t items = 0;
   int64_t waves = 0;
   for (int s = 0; s < p.num_steps; ++s) {
@@ -111,13 +133,17 @@ inline std::array<PlanField, 9> PlanFields(const PlanProblem& p) {
   }
   return {{{"counts", d.R * experts},
            {"expert_start", experts + 1},
-           {"slot_row", routes},
+           {"expert_rows", experts},
+           {"slot_row", int64_t{d.R} * d.T * d.K},
            {"row_slot", tiles * kTileRows},
            {"items", items * 4},
            {"waves", waves * 2},
            {"token_order", int64_t{d.R} * d.T},
-           {"totals", 2},
-           {"chunk_counts", int64_t{d.R} * ChunksOf(d).per_source * experts}}};
+           {"totals", 3},
+           {"chunk_counts", int64_t{d.R} * ChunksOf(p).per_source() * experts}}};
 }
+
+// P.
+inline int64_t PoolRows(const PlanProblem& p) { return PlanFields(p)[4].elements; }
 
 }  // namespace megamoe

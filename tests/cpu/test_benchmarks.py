@@ -20,7 +20,7 @@ TINY = _shapes.Shape("tiny", T=24, K=2, E=4, H=16, I=8, peers=("lax_ragged_dot",
 QUICK = _timing.Method(load_seconds=0, timed_seconds=0, rounds=2)
 FIELDS = (
     "impl pass dtype ep tokens hidden intermediate experts top_k routing save weights_dtype "
-    "process_model seed ms ms_spread clock_mhz tflops matmul_tflops fraction"
+    "process_model sums_dtype seed ms ms_spread clock_mhz tflops matmul_tflops fraction"
 ).split()
 
 
@@ -116,16 +116,21 @@ def test_records_table_and_picture(tmp_path: Path) -> None:
     torch, tokamax = map(_measured.Variant, ("torch_grouped_mm", "tokamax_ragged_dot"))
     slower = _measured.record(torch, *choice, _timing.Figures(5.0, 0, None), 690.0)
     failed = _measured.record(tokamax, *choice, "ImportError: no\ntokamax", 690.0)
-    assert sorted(failed) == sorted([*FIELDS[:14], "error"])
+    assert sorted(failed) == sorted([*FIELDS[:15], "error"])
     named = [("30B", r) for r in (ours, slower, failed)]
     lines = _report.table(named).splitlines()
-    assert lines[2].endswith("| 2.000 | 0.100 | 1300 | 618.5 | 0.896 | 1.00 |  |")
-    assert "| 5.000 | 0.000 |  |" in lines[3] and lines[3].endswith("| 2.50 |  |")
+    assert lines[2].endswith("| 2.000 | 0.100 | 1300 | 618.5 | 0.896 | 1.00 |  |  |")
+    assert "| 5.000 | 0.000 |  |" in lines[3] and lines[3].endswith("| 2.50 |  |  |")
     assert "ImportError: no tokamax" in lines[4]
     assert {line.count("|") for line in lines} == {len(_report.COLUMNS) + 1}
     kept = ours | {"save": "gate_up", "weights_dtype": "float32"}
     assert _report._how(ours) == "jax_megamoe" and _report._how(slower) == "torch_grouped_mm"
     assert _report._how(kept) == "jax_megamoe, save gate_up, float32 weights"
+    over = _measured.Variant("jax_megamoe", ep=2, process_model="process_per_gpu", sums="bf16")
+    half = _measured.record(over, *choice, figures, 690.0)
+    assert _report._how(half) == "jax_megamoe, bf16 sums, a process a GPU"
+    # Peers are held against float32 sums.
+    assert _report._same_work(half, [half]) is None
     _report.draw(tmp_path / "bars.png", named, "cpu")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 

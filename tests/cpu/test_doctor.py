@@ -19,7 +19,7 @@ from jax_megamoe.config import Dims, MegaMoEConfig
 ROOT = Path(__file__).resolve().parents[2]
 NO_CUDA_PART = "the CUDA part of jax_megamoe is not in this installation (No module)"
 GIB = 2**30
-SIZES = {"T": 16384, "K": 8, "E": 128, "H": 2048, "I": 768}
+SIZES: dict[str, Any] = {"T": 16384, "K": 8, "E": 128, "H": 2048, "I": 768}
 
 
 def gpu(capability: str = "9.0", number: int = 0) -> Gpu:
@@ -83,8 +83,9 @@ def hoppers(count: int = 1, **changes: Any) -> Facts:
 
 
 def question(weights: str = "float32", R: int = 1, config: Any = None, **sizes: int) -> Question:
-    dims = Dims(R=R, **(SIZES | sizes))
-    return Question(dims=dims, config=MegaMoEConfig(**(config or {})), weights=weights)
+    choices = MegaMoEConfig(**(config or {}))
+    dims = Dims(R=R, pool_factor=choices.pool_factor, **(SIZES | sizes))
+    return Question(dims=dims, config=choices, weights=weights)
 
 
 def text(facts: Facts, asked: Question) -> list[str]:
@@ -189,6 +190,8 @@ HIDDEN = {"devices": (), "jax_error": "cuInit failed", "missing": "JAX sees no C
             {"H": 96},
             "none: H: was 96; it may be in 1..2147483647 and a multiple of 64",
         ),
+        (hoppers(), {"R": 2}, 'combine_dtype="float32", pool_factor='),
+        (hoppers(), {"R": 8}, "passes over the pool, by the routing"),
         (hoppers(), {"R": 2}, "shared with the other ranks, outside JAX's share: "),
         (hoppers(), {"config": {"save": "gate_up"}}, "kept by each layer for its backward: "),
     ],
@@ -308,6 +311,15 @@ def test_advice(facts: Facts, asked: dict[str, Any], advice: str) -> None:
     assert not diagnose(hoppers(2), question()).advice
 
 
+def test_memory_of_several_ranks() -> None:
+    choices: dict[str, Any] = {"combine_dtype": "bfloat16", "pool_factor": 1.25}
+    found = diagnose(laptop(), question(R=4, config=choices)).memory
+    usual = diagnose(laptop(), question(R=4)).memory
+    assert found and usual and found.plan == memory_plan(R=4, **SIZES | choices)
+    assert found.plan.peer_bytes < usual.plan.peer_bytes
+    assert found.forward.workspace_bytes < usual.forward.workspace_bytes
+
+
 def test_memory_is_that_of_the_calls() -> None:
     kept = diagnose(laptop(), question(config={"save": "gate_up"})).memory
     none = diagnose(laptop(), question()).memory
@@ -341,6 +353,7 @@ def test_memory_is_that_of_the_calls() -> None:
         (["--intermediate", "0"], "I: was 0"),
         (["--precision", "float32", "--backend", "cuda"], "precision: was 'float32' with backend"),
         (["--tokens", "2147483647"], "routes"),
+        (["--pool-factor", "0.5"], "pool_factor: was 0.5; it may be a finite number of at least 1"),
         (["--tokens", "many"], "invalid int value"),
         (["--save", "all"], "invalid choice"),
     ],

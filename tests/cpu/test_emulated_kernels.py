@@ -14,7 +14,7 @@ from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
 from tests import cases, compare, emulated
 from tests.backward import errors_by_expert, sums_that_need_float32, unfused_bf16, with_gate
-from tests.cases import BF16, F32, ROUTINGS, Batch, Results
+from tests.cases import BF16, F32, Results, normal_of, oracle_of
 
 # T, K, E, H, I and the routing.
 CASES = (
@@ -34,31 +34,15 @@ IDS = [f"{size}-{routing}" for size, routing in CASES]
 ROUNDINGS = ("inputs", "h", "o", "y", "g", "u", "dg", "du", "w h", "dx rows", "dx")
 
 
-def oracle(size: tuple[int, ...], routing: str) -> Batch:
-    tokens, choices, experts, hidden, intermediate = size
-    ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
-    return cases.oracle(
-        ids, 0.125, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16
-    )
-
-
-def normal(size: tuple[int, ...], routing: str) -> Batch:
-    tokens, choices, experts, hidden, intermediate = size
-    ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
-    return cases.normal(
-        ids, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16
-    )
-
-
 @pytest.mark.parametrize(("size", "routing"), CASES, ids=IDS)
 def test_y_of_the_oracle_is_exact(size: tuple[int, ...], routing: str) -> None:
-    batch = oracle(size, routing)
+    batch = oracle_of(size, routing)
     compare.assert_exact(emulated.forward(batch), cases.oracle_results(batch).y, "y")
 
 
 @pytest.mark.parametrize(("size", "routing"), CASES, ids=IDS)
 def test_gradients_of_the_oracle_are_exact(size: tuple[int, ...], routing: str) -> None:
-    batch = oracle(size, routing)
+    batch = oracle_of(size, routing)
     right = cases.oracle_results(batch)
     for dtype in (BF16, F32):
         found = emulated.backward(batch, weight_dtype=dtype)
@@ -68,7 +52,7 @@ def test_gradients_of_the_oracle_are_exact(size: tuple[int, ...], routing: str) 
 
 def test_an_expert_of_more_than_a_group_of_tiles() -> None:
     """2,400 rows, 19 tiles: its first rows go through all steps before its last ones begin."""
-    batch = oracle((1200, 2, 2, 64, 64), "one_expert")
+    batch = oracle_of((1200, 2, 2, 64, 64), "one_expert")
     right = cases.oracle_results(batch)
     compare.assert_exact(emulated.forward(batch), right.y, "y")
     found = emulated.backward(batch, multiprocessors=2)
@@ -89,7 +73,7 @@ ERROR_BOUND = 6e-3
 
 @pytest.mark.parametrize(("size", "routing"), CASES[:4], ids=IDS[:4])
 def test_gradients_are_those_of_the_formulas(size: tuple[int, ...], routing: str) -> None:
-    batch = normal(size, routing)
+    batch = normal_of(size, routing)
     right = cases.dense(batch, ROUNDINGS)
     found = emulated.backward(batch, weight_dtype=F32)
     compare.assert_within(Results(right.y, *found), right, ERROR_BOUND)
@@ -99,7 +83,7 @@ def test_gradients_are_those_of_the_formulas(size: tuple[int, ...], routing: str
 def test_every_order_gives_the_same_bits_and_the_right_values(
     size: tuple[int, ...], routing: str
 ) -> None:
-    batch = normal(size, routing)
+    batch = normal_of(size, routing)
     y = emulated.forward(batch, launches=_ffi.UNFUSED)
     gradients = emulated.backward(batch, weight_dtype=F32, launches=_ffi.BACKWARD_UNFUSED)
     once = Results(y, *gradients)
@@ -113,7 +97,7 @@ def test_every_order_gives_the_same_bits_and_the_right_values(
 @pytest.mark.parametrize("gate", [0, -6])
 def test_error_of_every_expert_is_that_of_an_unfused_path(gate: int) -> None:
     """For negative gates too, whose silu and silu' are small."""
-    batch = with_gate(normal((256, 1, 2, 128, 64), "distinct"), gate)
+    batch = with_gate(normal_of((256, 1, 2, 128, 64), "distinct"), gate)
     right, expert = cases.dense(batch), batch.expert_idx[:, 0]
     ours = errors_by_expert(emulated.backward(batch), right, expert)
     theirs = errors_by_expert(unfused_bf16(*map(jnp.asarray, batch)), right, expert)
@@ -124,7 +108,7 @@ def test_error_of_every_expert_is_that_of_an_unfused_path(gate: int) -> None:
 @pytest.mark.parametrize(("size", "routing"), CASES[:5], ids=IDS[:5])
 def test_a_call_that_has_failed_ends(size: tuple[int, ...], routing: str, seed: int) -> None:
     """Its waits come back early or, for the parts without the one before, always in vain."""
-    batch = normal(size, routing)
+    batch = normal_of(size, routing)
     how: dict[str, Any] = {"seed": seed, "failed_ranks": (0,)}
     for parts in (_ffi.FUSED, *((part,) for part in _ffi.UNFUSED)):
         assert emulated.forward(batch, launches=parts, **how).shape == batch.x.shape
@@ -136,7 +120,7 @@ def test_a_call_that_has_failed_ends(size: tuple[int, ...], routing: str, seed: 
 def test_a_call_that_has_failed_ends_with_what_is_kept_too(
     size: tuple[int, ...], routing: str
 ) -> None:
-    batch = normal(size, routing)
+    batch = normal_of(size, routing)
     for forwards, backwards in ((_ffi.FUSED, _ffi.BACKWARD_FUSED), ((2,), (32,))):
         y, gate_up = emulated.forward_keeping(batch, launches=forwards, failed_ranks=(0,))
         found = emulated.backward(batch, gate_up=gate_up, launches=backwards, failed_ranks=(0,))
@@ -144,7 +128,7 @@ def test_a_call_that_has_failed_ends_with_what_is_kept_too(
 
 
 def test_frozen_experts_change_nothing_else() -> None:
-    batch = normal(*CASES[2])
+    batch = normal_of(*CASES[2])
     dx, dw = emulated.backward(batch, trainable=False)
     want_dx, want_dw, *_ = emulated.backward(batch)
     compare.assert_bitwise(dx, want_dx, "dx")
@@ -152,7 +136,7 @@ def test_frozen_experts_change_nothing_else() -> None:
 
 
 def test_nan_stays_with_its_token_and_its_experts() -> None:
-    batch = normal(*CASES[1])
+    batch = normal_of(*CASES[1])
     clean = emulated.backward(batch, weight_dtype=F32)
     dy = batch.dy.copy()
     dy[0] = np.nan
@@ -169,7 +153,7 @@ def test_nan_stays_with_its_token_and_its_experts() -> None:
 @pytest.mark.parametrize("intermediate", [64, 256, 384])
 def test_dw_of_an_infinite_dy_is_infinite(intermediate: int) -> None:
     """With all factors positive; columns of a tile behind I add nothing, not inf * 0."""
-    batch = normal((1, 1, 1, 64, intermediate), "one_expert")
+    batch = normal_of((1, 1, 1, 64, intermediate), "one_expert")
     positive = {f: abs(getattr(batch, f)) for f in ("x", "dy", "w_gate", "w_up", "w_down")}
     positive["dy"][0, 0] = np.inf
     batch = batch._replace(**positive)
@@ -181,7 +165,7 @@ def test_dw_of_an_infinite_dy_is_infinite(intermediate: int) -> None:
 
 def test_weights_that_are_not_finite_do_not_come_back_through_pads() -> None:
     """dWd = (w h)^T dy reads no Wd, and an expert's pads are 0 whatever its weights hold."""
-    batch = normal(*CASES[1])
+    batch = normal_of(*CASES[1])
     w_down = batch.w_down.copy()
     w_down[0, :, 0] = np.inf
     want = emulated.backward(batch)[4]
@@ -191,7 +175,7 @@ def test_weights_that_are_not_finite_do_not_come_back_through_pads() -> None:
 @pytest.mark.parametrize(("size", "routing"), CASES, ids=IDS)
 def test_what_is_kept_changes_no_bit(size: tuple[int, ...], routing: str) -> None:
     """Of y and of the gradients; and every element of it is written, pads and the rest with 0."""
-    batch = normal(size, routing)
+    batch = normal_of(size, routing)
     y, right = emulated.forward(batch), emulated.backward(batch, weight_dtype=F32)
     for seed, fused in ((1, True), (2, True), (3, False)):
         forwards, backwards = (

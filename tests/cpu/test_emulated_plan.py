@@ -15,6 +15,7 @@ from tests import emulated
 from tests.plan_cases import (
     KINDS,
     Case,
+    case_of_passes,
     case_of_tiles,
     make_case,
     random_case,
@@ -72,6 +73,17 @@ def test_random_cases(seed: int) -> None:
     assert_kernels_equal_twin(random_case(np.random.default_rng(seed), max_tokens=600), seed)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_every_pass(seed: int) -> None:
+    """Those that the routing does not need leave all arrays as they are."""
+    case, _ = case_of_passes(np.random.default_rng(seed))
+    how = {"num_plans": min(case.dims.max_passes, 5), "seed": seed}
+    found = emulated.plans(case.expert_idx, case.dims, case.rank, case.steps, **how)
+    for p, plan in enumerate(found):
+        for name, g, w in zip(Plan._fields, plan, case.plan(p), strict=True):
+            np.testing.assert_array_equal(g, w, err_msg=f"{name}, pass {p} of {case.dims}")
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_every_order_of_warps_and_blocks(seed: int) -> None:
     dims = Dims(T=1500, K=8, E=24, R=4, H=2048, I=768)
@@ -95,7 +107,19 @@ def test_a_call_that_lacks_its_routes_has_none(of: str) -> None:
     """They may come while the plan is made, and lists of some and rows of others do not fit."""
     dims = Dims(T=300, K=4, E=8, R=2, H=64, I=64)
     ids = np.random.default_rng(0).integers(0, 8, (2, 300, 4)).astype(np.int32)
-    got = emulated.plan(ids, dims, 1, steps_of(dims)[of], has_failed=True)
+    got = emulated.plan(ids, dims, 1, steps_of(dims)[of], failed_pass=0)
     want = make_plan(np.full_like(ids, -1), dims, 1, steps_of(dims)[of])
     for name, g, w in zip(Plan._fields, got, want, strict=True):
         np.testing.assert_array_equal(g, w, err_msg=name)
+
+
+def test_a_call_that_fails_between_passes_has_no_other() -> None:
+    dims = Dims(T=300, K=4, E=8, R=4, H=64, I=64, pool_factor=1.25)
+    ids = np.random.default_rng(0).integers(2, 4, (4, 300, 4)).astype(np.int32)
+    steps = forward_steps(dims)
+    *_, before, third, last = emulated.plans(ids, dims, 1, steps, num_plans=4, failed_pass=2)
+    assert before.totals[2] == dims.max_passes == 4
+    assert third.totals[2] == last.totals[2] == 0
+    for name, b, c, d in zip(Plan._fields[:-1], before, third, last, strict=False):
+        np.testing.assert_array_equal(b, c, err_msg=name)
+        np.testing.assert_array_equal(b, d, err_msg=name)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
-from tests import cases, compare, emulated
-from tests.cases import BF16, F32, ROUTINGS, Batch, Results
+from tests import compare, emulated
+from tests.cases import F32, ROUTINGS, Batch, Results, normal_of
 
 # T of all ranks, K, E, H, I and the routing.
 CASES = (
@@ -25,19 +25,8 @@ CASES = (
 IDS = [f"{size}-{routing}" for size, routing in CASES]
 
 
-def normal(size: tuple[int, ...], ids: np.ndarray) -> Batch:
-    _, _, experts, hidden, intermediate = size
-    return cases.normal(
-        ids, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16
-    )
-
-
-def routed(size: tuple[int, ...], routing: str) -> Batch:
-    tokens, choices, experts, *_ = size
-    return normal(size, ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts))
-
-
 def assert_as_one_rank(batch: Batch, ranks: int, **how: Any) -> None:
+    how["pool_factor"] = float(ranks)  # one pass
     right = emulated.forward(batch), *emulated.backward(batch, weight_dtype=F32)
     found = (
         emulated.forward(batch, ranks=ranks, **how),
@@ -49,21 +38,21 @@ def assert_as_one_rank(batch: Batch, ranks: int, **how: Any) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("size", "routing"), CASES, ids=IDS)
 def test_every_bit_is_that_of_one_rank(size: tuple[int, ...], routing: str, ranks: int) -> None:
-    assert_as_one_rank(routed(size, routing), ranks, seed=ranks)
+    assert_as_one_rank(normal_of(size, routing), ranks, seed=ranks)
 
 
 def test_rows_in_several_batches() -> None:
-    assert_as_one_rank(routed((8, 2, 8, 4160, 64), "distinct"), 2)
+    assert_as_one_rank(normal_of((8, 2, 8, 4160, 64), "distinct"), 2)
 
 
 @pytest.mark.parametrize("multiprocessors", [2, 6])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_in_every_order_and_with_any_number_of_blocks(seed: int, multiprocessors: int) -> None:
-    assert_as_one_rank(routed(*CASES[2]), 2, seed=seed, multiprocessors=multiprocessors)
+    assert_as_one_rank(normal_of(*CASES[2]), 2, seed=seed, multiprocessors=multiprocessors)
 
 
 def test_parts_one_after_another() -> None:
-    batch = routed(*CASES[2])
+    batch = normal_of(*CASES[2])
     right = emulated.forward(batch), *emulated.backward(batch)
     y = emulated.forward(batch, ranks=2, launches=_ffi.UNFUSED)
     found = y, *emulated.backward(batch, ranks=2, launches=_ffi.BACKWARD_UNFUSED)
@@ -75,7 +64,7 @@ def test_all_tokens_to_one_rank(owner: int) -> None:
     """The other one has no rows."""
     size = (200, 2, 8, 64, 64)
     ids = np.random.default_rng(owner).integers(0, 4, size[:2]).astype(np.int32) + 4 * owner
-    assert_as_one_rank(normal(size, ids), 2)
+    assert_as_one_rank(normal_of(size, ids), 2)
 
 
 @pytest.mark.parametrize("source", [0, 1])
@@ -84,21 +73,22 @@ def test_a_rank_without_routes(source: int) -> None:
     size = (200, 2, 8, 64, 64)
     ids = ROUTINGS["distinct"](tokens=200, choices=2, experts=8).copy()
     ids[100 * source : 100 * (source + 1)] = -1
-    assert_as_one_rank(normal(size, ids), 2)
+    assert_as_one_rank(normal_of(size, ids), 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_is_kept_changes_no_bit(ranks: int) -> None:
-    batch = routed(*CASES[2])
+    batch = normal_of(*CASES[2])
     right = emulated.forward(batch), *emulated.backward(batch)
-    y, gate_up = emulated.forward_keeping(batch, ranks=ranks)
-    found = emulated.backward(batch, ranks=ranks, gate_up=gate_up)
+    how: dict[str, Any] = {"ranks": ranks, "pool_factor": float(ranks)}
+    y, gate_up = emulated.forward_keeping(batch, **how)
+    found = emulated.backward(batch, gate_up=gate_up, **how)
     compare.assert_results_bitwise(Results(y, *found), Results(*right))
 
 
 def test_nan_stays_with_its_token() -> None:
     """Of a token of one rank, in the rows of another."""
-    batch = routed(*CASES[1])
+    batch = normal_of(*CASES[1])
     clean = emulated.forward(batch, ranks=2)
     x = batch.x.copy()
     x[0] = np.nan
@@ -110,7 +100,7 @@ def test_nan_stays_with_its_token() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_that_have_failed_end(seed: int) -> None:
     """On all ranks: their waits come back early, those for peers too."""
-    batch = routed(*CASES[1])
+    batch = normal_of(*CASES[1])
     how: dict[str, Any] = {"ranks": 2, "seed": seed, "failed_ranks": (0, 1)}
     assert emulated.forward(batch, **how).shape == batch.x.shape
     assert emulated.backward(batch, **how)[0].shape == batch.x.shape
@@ -128,11 +118,12 @@ def test_calls_one_after_another_in_the_same_memory(seed: int, ranks: int) -> No
     size = (120, 3, 8, 64, 64)
     batches = []
     for i, routing in enumerate(routings):
-        batch = routed(size, routing)
+        batch = normal_of(size, routing)
         roll = {f: np.roll(getattr(batch, f), 7 * i + 1, axis=0) for f in ("x", "dy")}
         batches.append(batch._replace(**roll))
     calls = [emulated.Call(b, is_backward=i) for b in batches for i in (False, True)]
-    found = emulated.run(calls, ranks=ranks, seed=seed, multiprocessors=2)
+    how: dict[str, Any] = {"pool_factor": float(ranks), "seed": seed, "multiprocessors": 2}
+    found = emulated.run(calls, ranks=ranks, **how)
     for i, batch in enumerate(batches):
         right = emulated.forward(batch), *emulated.backward(batch)
         (y,), gradients = found[2 * i : 2 * i + 2]
@@ -144,7 +135,7 @@ def test_a_rank_that_needs_nothing_goes_ahead(seed: int) -> None:
     """In every other call no token goes anywhere, so no sums tell a rank how far the others are:
     they may still make their plans of its routes when it sends those of the next call."""
     size = (8, 2, 8, 64, 64)
-    batches = [routed(size, ("distinct", "nothing")[i % 2]) for i in range(10)]
+    batches = [normal_of(size, ("distinct", "nothing")[i % 2]) for i in range(10)]
     right = [emulated.forward(batch) for batch in batches[:2]]
     found = emulated.run([emulated.Call(b) for b in batches], ranks=2, seed=seed, multiprocessors=2)
     for i, (y,) in enumerate(found):
@@ -155,7 +146,34 @@ def test_a_rank_that_needs_nothing_goes_ahead(seed: int) -> None:
 @pytest.mark.parametrize(("ranks", "failed"), [(2, 0), (4, 3)])
 def test_ranks_that_need_a_failed_one_fail_too(ranks: int, failed: int, is_backward: bool) -> None:
     """None takes the garbage of a failed rank for sums. All end, when their own waits give up."""
-    batch = routed((64, 8, 8, 64, 64), "distinct")
+    batch = normal_of((64, 8, 8, 64, 64), "distinct")
     call = emulated.Call(batch, is_backward=is_backward)
     found = emulated.failed_ranks([call], ranks=ranks, failed_ranks=(failed,), deadline_rounds=5000)
     assert found == list(range(ranks))
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_nobody_waits_for_a_rank_whose_process_has_ended(is_backward: bool) -> None:
+    """There is no deadline: what the host says ends the waits."""
+    call = emulated.Call(normal_of((64, 8, 8, 64, 64), "distinct"), is_backward=is_backward)
+    gone = {"failed_ranks": (1,), "ended_ranks": (1,)}
+    assert emulated.failed_ranks([call], ranks=2, **gone) == [0, 1]
+
+
+def test_the_end_of_a_rank_ends_no_wait_for_others() -> None:
+    """It may have left with its work done, before the others have ended theirs."""
+    batch = normal_of((256, 2, 8, 64, 64), "distinct")
+    ids = np.where(batch.expert_idx < 6, batch.expert_idx, -1)
+    ids[192:] = -1  # the last rank neither sends nor gets a row
+    batch = batch._replace(expert_idx=ids)
+    right = emulated.forward(batch)
+    for seed in range(3):
+        y = emulated.forward(batch, ranks=4, seed=seed, ended_ranks=(3,), multiprocessors=2)
+        compare.assert_bitwise(y, right, "y")
+
+
+def test_calls_behind_one_that_failed_do_not_wait_again() -> None:
+    """The machine gives up where ranks wait to the deadline of more than one call."""
+    call = emulated.Call(normal_of((64, 8, 8, 64, 64), "distinct"))
+    late = {"failed_ranks": (1,), "deadline_rounds": 80_000}
+    assert emulated.failed_ranks([call] * 4, ranks=2, **late) == [0, 1]

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+import jax_megamoe
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims, MegaMoEConfig
 from jax_megamoe.plan import backward_steps, forward_steps
@@ -126,6 +128,27 @@ def test_what_is_kept_is_a_result_of_the_forward_and_an_operand_of_the_backward(
     assert operands[-1] == f"tensor<{DIMS.pool_rows}x{2 * DIMS.I}xbf16>"
 
 
+def test_a_backward_of_several_passes_rounds_its_gradients_behind_the_call() -> None:
+    """To the dtype of the weights; what its arrays hold is said by one number."""
+    dims = Dims(T=16, K=2, E=8, R=4, H=64, I=64, pool_factor=1.25)
+    x, *rest = operand_types(dims)
+
+    def backward(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        how = {"dims": dims, "config": MegaMoEConfig(), "axis_name": "expert"}
+        return _ffi.backward_call(*operands, **how)
+
+    mesh = jax.sharding.AbstractMesh((4,), ("expert",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("expert")
+    sharded = jax.shard_map(backward, mesh=mesh, in_specs=spec, out_specs=spec)
+    types = [jax.ShapeDtypeStruct((4 * t.shape[0], *t.shape[1:]), t.dtype) for t in (x, x, *rest)]
+    assert [g.dtype for g in jax.eval_shape(sharded, *types)[2:]] == [jnp.bfloat16] * 3
+    text = lowered(sharded, *types)
+    (line,) = (line for line in text.splitlines() if "@jax_megamoe_backward_peers" in line)
+    results = line.rsplit("-> (", 1)[1].split(", ")
+    assert results[2:5] == ["tensor<2x64x64xf32>"] * 3
+    assert f"pool_routes = {dims.pool_routes} : i64" in line
+
+
 @pytest.mark.parametrize("axis", ["expert", "data", ("data", "expert")])
 def test_rank_groups_follow_the_mesh(axis: str | tuple[str, ...]) -> None:
     mesh = jax.sharding.AbstractMesh(
@@ -191,3 +214,42 @@ def test_plan_refuses_too_many_choices_by_name() -> None:
     dims = Dims(T=16, K=40, E=8, R=1, H=64, I=32)
     with pytest.raises(ValueError, match="K: was 40"):
         _ffi.plan(jnp.asarray(np.zeros((1, 16, 40), np.int32)), dims, 0, forward_steps(dims))
+
+
+def with_extension(monkeypatch: pytest.MonkeyPatch, *faults: str) -> None:
+    module = SimpleNamespace(take_faults=lambda: list(faults))
+    monkeypatch.setattr(_ffi, "extension", lambda: (module, ""))
+
+
+def test_check_faults_raises_all_that_nobody_has_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_extension(monkeypatch, "rank 0 gave up", "rank 1 gave up")
+    with pytest.raises(RuntimeError, match="^jax_megamoe: rank 0 gave up; and rank 1 gave up$"):
+        jax_megamoe.check_faults()
+    with_extension(monkeypatch)
+    jax_megamoe.check_faults()
+    monkeypatch.setattr(_ffi, "extension", lambda: (None, "not built"))
+    jax_megamoe.check_faults()
+
+
+def test_faults_are_told_at_exit_before_jax_ends() -> None:
+    """The memory that the extension looks at goes with the backends. A child tells nothing."""
+    code = """
+import os, sys, types, warnings
+warnings.simplefilter("ignore")  # JAX's of os.fork
+from jax._src import api
+api.clear_caches = lambda: print("JAX", flush=True)
+module = types.ModuleType("_cuda")
+module.registrations, module.at_exit = dict, lambda: print("the extension", flush=True)
+sys.modules["jax_megamoe._cuda"] = module
+from jax_megamoe import _ffi
+_ffi.register()
+_ffi.register()
+pid = os.fork()
+if pid:
+    os.waitpid(pid, 0)
+else:
+    api.clear_caches = lambda: None
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert result.stdout.splitlines() == ["the extension", "JAX"], result

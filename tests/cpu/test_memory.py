@@ -1,20 +1,22 @@
 """What a call asks of memory: the report is the call's own arrays, and too much is refused."""
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_megamoe import _ffi, mega_moe, memory, memory_plan
 from jax_megamoe.config import Dims, MegaMoEConfig
 
 DIMS = Dims(T=300, K=3, E=12, R=1, H=128, I=64)
-SIZES = {"T": 300, "K": 3, "E": 12, "H": 128, "I": 64}
+SIZES: dict[str, Any] = {"T": 300, "K": 3, "E": 12, "H": 128, "I": 64}
 
 
-def types(sizes: dict[str, int] = SIZES, float_dtype: Any = jnp.bfloat16) -> list[Any]:
+def types(sizes: dict[str, Any] = SIZES, float_dtype: Any = jnp.bfloat16) -> list[Any]:
     T, K, E, H, I = (sizes[letter] for letter in "TKEHI")
     shapes = ((T, H), (T, K), (T, K), (E, H, I), (E, H, I), (E, I, H))
     dtypes = [float_dtype] * 6
@@ -34,7 +36,7 @@ def num_bytes(variables: Any) -> int:
 @pytest.mark.parametrize("keep_gate_up", [False, True])
 @pytest.mark.parametrize("letters", [{}, {"T": 1}, {"E": 7}, {"K": 32}, {"I": 4096}])
 def test_report_is_what_the_call_holds(letters: dict[str, int], keep_gate_up: bool) -> None:
-    sizes = SIZES | letters
+    sizes: dict[str, Any] = SIZES | letters
 
     def forward(*operands: jax.Array) -> Any:
         how: dict[str, Any] = {"config": MegaMoEConfig(), "axis_name": None}
@@ -108,23 +110,52 @@ def test_report_of_a_known_shape() -> None:
     assert report.total_bytes == sum(parts) + report.operands_bytes + report.y_bytes
 
 
-@pytest.mark.parametrize(("hidden", "pages"), [(2048, 195), (4096, 387)])
-def test_what_ranks_share_of_a_known_shape(hidden: int, pages: int) -> None:
-    """docs/protocol.md: two rows of bf16 and R sums of float32 for each token, and little else."""
-    sizes = {"T": 16384, "K": 8, "E": 128, "H": hidden, "I": 768}
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "pages"),
+    [("float32", 2048, 195), ("float32", 4096, 387), ("bfloat16", 2048, 131)],
+)
+def test_what_ranks_share_of_a_known_shape(dtype: str, hidden: int, pages: int) -> None:
+    """docs/protocol.md: two rows of bf16 and R sums for each token, and little else."""
+    sizes: dict[str, Any] = {"T": 16384, "K": 8, "E": 128, "H": hidden, "I": 768}
+    sizes["combine_dtype"] = dtype
     report = memory_plan(**sizes, R=2)
     assert report.peer_bytes == pages * (2 << 20)
-    assert 0 < report.peer_bytes - 16384 * hidden * (2 + 2 + 2 * 4) < 7_000_000
+    sums = 2 * np.dtype(dtype).itemsize
+    assert 0 < report.peer_bytes - 16384 * hidden * (2 + 2 + sums) < 7_000_000
     assert memory_plan(**sizes).peer_bytes == 0
+    with pytest.raises(ValueError, match="^combine_dtype: was 'fp8'; it may be one of 'float32'"):
+        memory_plan(**{**sizes, "combine_dtype": "fp8"})
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("factor", [1.0, 1.25, 2.0, 8.0])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("tokens", [0, 1, 77, 140_000])
-def test_pool_is_bounded(tokens: int, ranks: int) -> None:
-    report = memory_plan(T=tokens, K=8, E=128, R=ranks, H=64, I=64)
+def test_pool_is_bounded(tokens: int, ranks: int, factor: float) -> None:
+    report = memory_plan(T=tokens, K=8, E=128, R=ranks, H=64, I=64, pool_factor=factor)
     rows = report.pool_bytes // (2 * 64)
     assert rows * 2 * 64 == report.pool_bytes
     assert rows <= ranks * tokens * 8 + 127 * 128 // ranks
+    assert rows <= max(factor * tokens, ranks) * 8 + 127 * 128 // ranks
+
+
+def test_every_array_over_pool_rows_is_bounded() -> None:
+    """docs/protocol.md: 1.25 times the even rows of EP8 take what one rank takes, and a little."""
+    sizes: dict[str, Any] = {"T": 16384, "K": 8, "E": 128, "H": 2048, "I": 768}
+    one, eight = memory_plan(**sizes), memory_plan(**sizes, R=8, pool_factor=1.25)
+    assert eight.workspace_bytes < 1.14 * one.workspace_bytes
+    assert eight.gate_up_bytes < 1.13 * one.gate_up_bytes
+    assert memory_plan(**sizes, R=8).workspace_bytes == 1_493_250_228
+    assert memory_plan(**sizes, R=8, pool_factor=8.0).workspace_bytes == 5_926_348_052
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gradients_that_several_passes_may_add_up_are_float32(dtype: Any) -> None:
+    dims = dataclasses.replace(DIMS, R=4)
+    for factor, right in ((2.0, jnp.float32), (4.0, dtype)):
+        dims = dataclasses.replace(dims, pool_factor=factor)
+        gradients = memory.backward_results(dims, dtype)[2:5]
+        assert [g.name for g in gradients] == ["dw_gate", "dw_up", "dw_down"]
+        assert all(g.dtype == right for g in gradients)
 
 
 def test_more_bytes_than_64_bits_hold_are_refused_by_name() -> None:
@@ -146,6 +177,8 @@ def test_more_bytes_than_64_bits_hold_are_refused_by_name() -> None:
         ({"H": 64.0}, TypeError, "H: was 64.0"),
         ({"T": 1.5}, TypeError, "T: was 1.5"),
         ({"H": 40}, ValueError, "H: was 40.*a multiple of 64"),
+        ({"pool_factor": 0.5}, ValueError, "pool_factor: was 0.5"),
+        ({"pool_factor": "2"}, TypeError, "pool_factor: was '2'"),
     ],
 )
 def test_sizes_are_judged(letters: dict[str, Any], error: type[Exception], match: str) -> None:

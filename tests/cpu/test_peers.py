@@ -1,5 +1,7 @@
 """How the GPUs of an expert group find each other, as far as no GPU is needed for it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -135,3 +137,104 @@ def test_a_rank_that_does_not_come_ends_the_wait_of_the_others_for_good() -> Non
     )
     found = emulated.peers(2, "100:1/-", "100:1/-")
     assert [ranks[0] for ranks in found] == [f"rank 0 {why}"] * 2
+
+
+def test_a_long_wait_is_told_once_before_it_is_given_up() -> None:
+    _, warnings = emulated.peers_and_warnings(2, "100:1/-")
+    assert len(warnings) == 1
+    assert re.fullmatch(
+        r"jax_megamoe: rank 0 is still waiting for the other ranks of its expert group to set up "
+        r"their workspaces, after \d+ ms; it gives up after 200 ms",
+        warnings[0],
+    )
+    assert emulated.peers_and_warnings(2, "100:1/100:1")[1] == []
+
+
+def test_a_call_that_waits_for_long_is_told_of_once() -> None:
+    """Where a thread watches the processes."""
+    steps = (same(2, 100), "late:0:0", "sleep:2500")
+    _, warnings = emulated.peers_and_warnings(2, *steps, "alone=1")
+    assert len(warnings) == 1
+    assert re.fullmatch(
+        r"jax_megamoe: a call waits for long for rank 1 \(pid \d+ on here, GPU 0000:01:00.0\), "
+        r"epoch 5; it gives up after 200 ms",
+        warnings[0],
+    )
+    assert emulated.peers_and_warnings(2, *steps)[1] == []
+
+
+def lost(rank: int) -> str:
+    return rf"the process of rank {rank} \(pid \d+ on here, GPU 0000:0{rank}:00.0\) has ended"
+
+
+OUT_OF_STEP = (
+    "the GPUs of an expert group are out of step, and their processes have to start again, since "
+    "an earlier call failed: "
+)
+OVER = "; the processes of its expert group have to start again"
+
+
+@pytest.mark.parametrize("step", ["100:1/-", f"{PAGE + 1}:1/-", "100:2/-"])
+def test_when_a_process_has_ended_nothing_begins_with_it(step: str) -> None:
+    """No call, no larger workspace, and no other one; nor is there anything to wait for."""
+    found, warnings = emulated.peers_and_warnings(2, "100:1/100:1", "kill", step, step, "alone=1")
+    assert found[0] == ["ok 1"] * 2
+    for texts in found[1:]:
+        assert re.fullmatch(lost(1) + OVER, texts[0])
+    assert warnings == []
+
+
+def test_a_setup_ends_with_a_process_of_its_ranks() -> None:
+    """Long before the deadline of those that are there."""
+    step = "/".join([f"{PAGE + 1}:1"] * 3 + ["dies"])
+    found = emulated.peers(4, same(4, 100), step, same(4, 100), "alone=3", "deadline=60000")
+    for rank in range(3):
+        assert re.fullmatch(
+            f"rank {rank} gave up waiting for the other ranks of its expert group to set up their "
+            f"workspaces: {lost(3)}",
+            found[1][rank],
+        )
+        assert found[2][rank] == found[1][rank]
+
+
+def test_other_groups_go_on_when_a_call_of_one_fails() -> None:
+    """The one that failed raises the record, whichever call comes next, and is over."""
+    steps = ("100:1/100:1", "100:2/100:2", "fault:0:0", "100:2/100:2", "100:1/-", "100:1/-")
+    found = emulated.peers(2, *steps, "100:2/100:2")
+    record = (
+        "rank 0 gave up waiting for rank 1 (pid PID on here, GPU 0000:01:00.0) after 20 ms: phase "
+        "peer_sums, expert -1, block 17, expected flag 5, found 4, epoch 5"
+    )
+    first = [re.sub(r"pid \d+", "pid PID", texts[0]) for texts in found]
+    assert first == ["ok 1", "ok 1", "ok 2", record, OUT_OF_STEP + record, "ok 3"]
+    assert [texts[1] for texts in found[-1:]] == ["ok 3"]
+
+
+def test_what_a_call_waited_for_is_told_with_the_end_of_a_process() -> None:
+    """The record comes later than the news of the process."""
+    found = emulated.peers(2, "100:1/100:1", "kill", "fault:0:0", "100:1/-", "alone=1")
+    assert re.fullmatch(
+        r"rank 0 gave up waiting for rank 1 \(.*\) after 20 ms: phase peer_sums, .*, epoch 5; "
+        + lost(1),
+        found[1][0],
+    )
+
+
+def test_a_fault_that_nobody_raises_is_reported_soon_after_the_end_of_a_process() -> None:
+    """The host may wait for ever for a collective that the process has left."""
+    steps = ("100:1/100:1", "kill", "fault:0:0", "sleep:4000")
+    _, (warning,) = emulated.peers_and_warnings(2, *steps, "alone=1")
+    assert "a call has failed, its results are void: rank 0 gave up waiting for rank 1" in warning
+    assert re.search(lost(1), warning)
+
+
+@pytest.mark.parametrize("grown", [0, 1])
+def test_who_cannot_make_a_call_is_not_waited_for_in_its_process(grown: int) -> None:
+    """Here with a fault of each other rank, as a wait that gives up leaves it."""
+    steps = [same(4, size) for size in (100, PAGE + 1)[: 1 + grown]]
+    found = emulated.peers(4, *steps, "refuse:1:1", *(f"fault:{r}:0" for r in (0, 2, 3)), steps[-1])
+    because = f"; rank 1 makes no more calls: {OUT_OF_STEP}it has its reasons"
+    assert [because in found[-1][rank] for rank in range(4)] == [True, False, True, True]
+    assert found[-1][1] == OUT_OF_STEP + "it has its reasons"
+    alone = emulated.peers(2, same(2, 100), "refuse:1:1", "fault:0:0", "100:1/-", "alone=1")
+    assert because not in alone[-1][0] and "gave up waiting" in alone[-1][0]

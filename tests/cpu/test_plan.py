@@ -22,17 +22,22 @@ from tests.plan_cases import (
     REFERENCE,
     Case,
     case_arguments,
+    case_of_passes,
     case_of_tiles,
     make_case,
     steps_of_tiles,
 )
 
 
-def naive_plan(case: Case) -> Plan:
+def naive_plan(case: Case, pass_idx: int = 0, num_passes: int = 1) -> Plan:
     """The plan by lists and sorting, with nothing of the twin's arithmetic."""
     dims, sizes = case.dims, plan_sizes(case.dims, case.steps)
     experts = range(case.rank * dims.experts_per_rank, (case.rank + 1) * dims.experts_per_rank)
+    part_of: list[int] = []  # of each token of a rank
+    for p in range(num_passes):
+        part_of += [p] * (dims.T * (p + 1) // num_passes - len(part_of))
     rows: list[int] = []
+    expert_rows: list[int] = []
     counts = np.zeros((dims.R, len(experts)))
     starts, tiles = [], []
     for local, expert in enumerate(experts):
@@ -40,7 +45,9 @@ def naive_plan(case: Case) -> Plan:
         for slot, idx in enumerate(case.expert_idx.reshape(-1).tolist()):
             if idx == expert:
                 counts[slot // (dims.T * dims.K), local] += 1
-                rows.append(slot)
+                if part_of[slot // dims.K % dims.T] == pass_idx:
+                    rows.append(slot)
+        expert_rows.append(len(rows) - starts[-1])
         while len(rows) % TILE_ROWS:
             rows.append(-1)
         tiles.append(range(starts[-1] // TILE_ROWS, len(rows) // TILE_ROWS))
@@ -61,12 +68,13 @@ def naive_plan(case: Case) -> Plan:
     arrays = (
         counts,
         np.array([*starts, len(rows)]),
+        np.array(expert_rows),
         slot_row.reshape(dims.R, dims.T, dims.K),
         padded(rows, sizes.pool_rows),
         padded(items, sizes.items, 4),
         padded(waves, sizes.waves, 2),
         padded(order, dims.R * dims.T),
-        np.array([len(waves), len(order)]),
+        np.array([len(waves), len(order), num_passes]),
     )
     return Plan(*(a.astype(np.int32) for a in arrays))
 
@@ -113,9 +121,19 @@ def naive_work(
 def test_twin_equals_naive_construction(arguments: tuple[Dims, int, str, int, bool]) -> None:
     case = make_case(*arguments)
     plan = case.plan()
-    for name, got, want in zip(Plan._fields, plan, naive_plan(case), strict=True):
+    naive = naive_plan(case, num_passes=int(plan.totals[2]))
+    for name, got, want in zip(Plan._fields, plan, naive, strict=True):
         assert got.dtype == np.int32
         np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_passes_equal_the_naive_construction(seed: int) -> None:
+    case, num_passes = case_of_passes(np.random.default_rng(seed))
+    for p in range(num_passes):
+        want = naive_plan(case, p, num_passes)
+        for name, got, right in zip(Plan._fields, case.plan(p), want, strict=True):
+            np.testing.assert_array_equal(got, right, err_msg=name)
 
 
 def assert_lists_are(plan: Plan, items: list, waves: list) -> None:
@@ -207,7 +225,10 @@ LIMITS = {
     "R": ({"R": 3, "E": 9}, "R: was 3"),
     "E over R": ({"R": 8, "E": 12}, "E = 12 is not a multiple of R = 8"),
     "routes": ({"T": 140_000_000, "K": 32}, "routes"),
-    "items": ({"T": 140_000, "K": 32, "R": 8, "E": 512, "H": 2**22, "I": 128}, "work items"),
+    "items": (
+        {"T": 140_000, "K": 32, "R": 8, "E": 512, "H": 2**22, "I": 128, "pool_factor": 8.0},
+        "work items",
+    ),
 }
 
 
@@ -220,7 +241,7 @@ def test_sizes_refuse_by_name(name: str) -> None:
 
 
 def test_largest_supported_sizes_fit() -> None:
-    dims = Dims(T=140_000, K=32, E=512, R=8, H=8192, I=3072)
+    dims = Dims(T=140_000, K=32, E=512, R=8, H=8192, I=3072, pool_factor=8.0)
     assert plan_sizes(dims, backward_steps(dims)).pool_rows < 2**31
 
 

@@ -1,5 +1,7 @@
 """The checker of a plan: it accepts the twin's for every routing, and refuses each broken rule."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -50,7 +52,7 @@ def wave_joined(plan: Plan) -> Plan:
     first, second = waves_of(plan, 0)[:2]
     waves = changed(plan.waves, (first, 1), plan.waves[second, 1])
     waves = np.append(np.delete(waves, second, axis=0), [[-1, -1]], axis=0).astype(np.int32)
-    return plan._replace(waves=waves, totals=plan.totals - np.array([1, 0], np.int32))
+    return plan._replace(waves=waves, totals=plan.totals - np.array([1, 0, 0], np.int32))
 
 
 def rows_swapped(plan: Plan) -> Plan:
@@ -89,7 +91,7 @@ CORRUPTIONS = {
         "take every item once",
     ),
     "a wave left out": (
-        lambda p: p._replace(totals=p.totals - np.array([1, 0], np.int32)),
+        lambda p: p._replace(totals=p.totals - np.array([1, 0, 0], np.int32)),
         "num_waves",
     ),
     "a wave too long": (wave_joined, "WAVE_ITEMS"),
@@ -133,6 +135,14 @@ CORRUPTIONS = {
         lambda p: p._replace(counts=changed(p.counts, (0, 1), p.counts[0, 1] + 1)),
         "counts",
     ),
+    "rows of an expert that no pass has": (
+        lambda p: p._replace(expert_rows=changed(p.expert_rows, 1, p.expert_rows[1] - 1)),
+        "expert_rows",
+    ),
+    "more passes than one where all rows fit": (
+        lambda p: p._replace(totals=p.totals + np.array([0, 0, 1], np.int32)),
+        "one pass takes all rows that fit",
+    ),
     "an expert off its tile": (
         lambda p: p._replace(expert_start=changed(p.expert_start, 1, p.expert_start[1] + 1)),
         "whole tiles",
@@ -142,11 +152,11 @@ CORRUPTIONS = {
         "last row",
     ),
     "a token left out": (
-        lambda p: p._replace(totals=p.totals - np.array([0, 1], np.int32)),
+        lambda p: p._replace(totals=p.totals - np.array([0, 1, 0], np.int32)),
         "num_tokens",
     ),
     "tokens counted from the end": (
-        lambda p: p._replace(totals=p.totals - np.array([0, p.token_order.size], np.int32)),
+        lambda p: p._replace(totals=p.totals - np.array([0, p.token_order.size, 0], np.int32)),
         "num_tokens",
     ),
     "a token twice": (
@@ -171,3 +181,19 @@ def test_checker_refuses_corrupted_plan(name: str) -> None:
     REFERENCE.check(plan)
     with pytest.raises(PlanError, match=rule):
         REFERENCE.check(corrupt(plan))
+
+
+def test_checker_knows_which_tokens_a_pass_takes() -> None:
+    dims = Dims(T=600, K=2, E=8, R=4, H=64, I=64, pool_factor=1.25)
+    case = make_case(dims, 1, "skewed", 0, backward=True)
+    case = dataclasses.replace(case, expert_idx=case.expert_idx % 2 + 2)
+    plans = [case.plan(p) for p in range(4)]
+    for p in range(4):
+        case.check(plans[p], p)
+        with pytest.raises(PlanError, match="expert_rows|local routes have a row"):
+            case.check(plans[p], (p + 1) % 4)
+    one_pass = plans[0]._replace(totals=changed(plans[0].totals, 2, 1))
+    with pytest.raises(PlanError, match="as many as any routing needs take others"):
+        case.check(one_pass)
+    with pytest.raises(PlanError, match="takes a part of the tokens"):
+        case.check(plans[0], 4)

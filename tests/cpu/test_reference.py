@@ -87,6 +87,16 @@ def test_several_tiles_of_an_expert_agree_with_dense_float64(routing: str, preci
     compare.assert_within(found, cases.dense(batch), BOUNDS[precision])
 
 
+@pytest.mark.parametrize("save", ["none", "gate_up"])
+def test_the_room_of_the_kernels_has_no_effect(save: str) -> None:
+    """All routes of four ranks go to one."""
+    ids = np.random.default_rng(0).integers(2, 4, (160, 3)).astype(np.int32)
+    batch = cases.normal(ids, num_experts=8)
+    right = layer.run(batch, save=save)
+    for factor in (1.0, 2.0, 4.0):
+        compare.assert_results_bitwise(layer.run(batch, 4, save=save, pool_factor=factor), right)
+
+
 # One value of one array, and what mathematically depends on it. Token 3 is routed to experts
 # 1, 4 and 4; expert 4 gets two routes of token 3 and one of token 9; token 9's others are none.
 # Pads repeat the first slot of token 0: what is wrong there must not reach other experts' pads.

@@ -55,8 +55,8 @@ WAYS: dict[str, tuple[Callable[..., Op], int, int]] = {
 
 
 def pool_rows(data: int, ranks: int) -> int:
-    """P of all devices: the first dimension of what is kept of a call."""
-    return data * ranks * Dims(T=T // (data * ranks), K=K, E=E, R=ranks, H=H, I=I).pool_rows
+    """Rows of all devices: the first dimension of what the reference keeps of a call."""
+    return data * ranks * Dims(T=T // (data * ranks), K=K, E=E, R=ranks, H=H, I=I).most_rows
 
 
 def residuals(f: Op, *args: Any) -> Counter[tuple[tuple[int, ...], str]]:
@@ -148,7 +148,7 @@ def test_residuals_are_the_inputs_and_what_is_kept(way: str, precision: str) -> 
 )
 def test_residual_bytes_are_those_of_the_docs(sizes: tuple[int, ...], right: int) -> None:
     """docs/architecture.md: 4 P I, twice the bytes of h in `memory_plan`."""
-    named = dict(zip("TKEHI", sizes, strict=True))
+    named: dict[str, Any] = dict(zip("TKEHI", sizes, strict=True))
     tokens, choices, experts, hidden, intermediate = sizes
     shapes = [
         ((tokens, hidden), BF16),

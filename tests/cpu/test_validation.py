@@ -3,6 +3,8 @@ was and what it may be. All calls are only traced, so a refusal comes before any
 """
 
 import functools
+import math
+import re
 from typing import Any
 
 import jax
@@ -297,6 +299,53 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
         "save",
         r"True \(bool\)",
         "one of 'none', 'gate_up'",
+    ),
+    "combine_dtype unknown": (
+        {"combine_dtype": "bf16"},
+        ValueError,
+        "combine_dtype",
+        "'bf16'",
+        "one of 'float32', 'bfloat16'",
+    ),
+    "combine_dtype a dtype": (
+        {"combine_dtype": jnp.bfloat16},
+        TypeError,
+        "combine_dtype",
+        "bfloat16",
+        "one of 'float32', 'bfloat16'",
+    ),
+    "bfloat16 sums of float32": (
+        {"combine_dtype": "bfloat16", "precision": "float32"},
+        ValueError,
+        "combine_dtype",
+        "'bfloat16' with precision='float32'",
+        "'float32' there, .* 'bfloat16' goes with precision='bf16'",
+    ),
+    **{
+        f"pool_factor {value}": (
+            {"pool_factor": value},
+            error,
+            "pool_factor",
+            re.escape(repr(value)),
+            "a finite number of at least 1, static",
+        )
+        for value, error in (
+            (0.999, ValueError),
+            (-2.0, ValueError),
+            (math.nan, ValueError),
+            (math.inf, ValueError),
+            (10**400, ValueError),
+            (True, TypeError),
+            ("2", TypeError),
+            (None, TypeError),
+        )
+    },
+    "pool_factor traced": (
+        {"pool_factor": shaped(dtype=np.float32)},
+        TypeError,
+        "pool_factor",
+        "Tracer",
+        "a finite number of at least 1, static",
     ),
     "float32 on the kernels": (
         {**sizes(H=64, I=64), "backend": "cuda", "precision": "float32"},

@@ -295,4 +295,15 @@ void StoreBox(const TensorMap& map, const Coordinates& to, const std::vector<uin
   });
 }
 
+void AddBox(const TensorMap& map, const Coordinates& to, const std::vector<uint8_t>& box) {
+  ForEachElement(map, to, 0, [&](uint32_t offset, uint8_t* element) {
+    if (element == nullptr) return;
+    float sum, added;
+    std::memcpy(&sum, element, sizeof(sum));
+    std::memcpy(&added, box.data() + offset, sizeof(added));
+    sum += added;
+    std::memcpy(element, &sum, sizeof(sum));
+  });
+}
+
 }  // namespace emulator

@@ -85,6 +85,8 @@ struct Fiber {
 extern Fiber* self;
 extern int num_blocks;
 extern int64_t num_rounds;  // that RunStreams has made
+constexpr uint64_t kRoundNs =
+    10'000;  // what a timer shows of one: a GPU makes no fewer polls in it
 
 // Lets others run.
 void Yield();
@@ -160,6 +162,8 @@ struct Coordinates {
 void LoadBox(const TensorMap& map, const Coordinates& from, Block* block, uint32_t address);
 // Copies a box, as shared memory holds it, to where it lies inside the tensor.
 void StoreBox(const TensorMap& map, const Coordinates& to, const std::vector<uint8_t>& box);
+// Adds one of float32 to what lies there.
+void AddBox(const TensorMap& map, const Coordinates& to, const std::vector<uint8_t>& box);
 
 }  // namespace emulator
 

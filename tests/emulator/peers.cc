@@ -4,19 +4,32 @@
 //   peers R STEP... [OPTION...]
 //
 // A STEP is the calls that the ranks make next, joined by "/", each BYTES:CONFIGURATION, or "-" of
-// a rank that does not come. The ranks meet between steps. Prints "STEP RANK TEXT" for each call,
-// TEXT being "ok EPOCH" or why not. An OPTION says what the machine is like:
+// a rank that does not come, or "dies" of the rank that is alone, whose process is killed then. The
+// ranks meet between steps. Prints "STEP RANK TEXT" for each call,
+// TEXT being "ok EPOCH" or why not. Other steps, of which it prints nothing:
+//   kill            the process of the rank that is alone, a child of this one, is killed; the
+//                   others get the time to notice
+//   sleep:MS        nothing happens for so long
+//   refuse:RANK:C   the rank cannot make its next call of configuration C
+//   late:RANK:I     a wait in the last call lasts for long, of the I-th workspace of the rank
+//   fault:RANK:I    a wait in the last call gives up, of the I-th workspace that the rank has made
+// An OPTION says what the machine is like:
 //   host=RANK        the rank is on another host     alone=RANK     it is a process of its own
 //   deny=RANK        it has no peer access           refuse=RANK    it cannot run
 //   memory=BYTES     of each device                  no-nccl        JAX has loaded none
+//   deadline=MS      of the setup
 //
 // The machine ends the program when memory is freed that another rank has open, or is not zero.
 #include "host/peers.h"
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -29,10 +42,10 @@
 #include <vector>
 
 #include "host/identity.h"
+#include "shared/fault.h"
 
 namespace {
 
-constexpr uint64_t kDeadlineNs = 200'000'000;
 constexpr int kMaxRanks = megamoe::kMaxRanks;
 
 [[noreturn]] void Fail(const char* text) {
@@ -44,6 +57,9 @@ struct Machine {
   int num_ranks = 0;
   int other_host = -1, alone = -1, denied = -1, refusing = -1;
   size_t memory = size_t{1} << 30;
+  size_t deadline_ms = 200;
+
+  uint64_t deadline_ns() const { return deadline_ms * 1'000'000; }
   bool has_nccl = true;
 };
 Machine machine;
@@ -54,7 +70,13 @@ thread_local cudaError_t last_error = cudaSuccess;
 bool SharesProcess(int a, int b) { return a == b || (a != machine.alone && b != machine.alone); }
 bool Reaches(int a, int b) { return a == b || (a != machine.denied && b != machine.denied); }
 
+// The process of the rank that is alone, for who looks at it: it does nothing.
+pid_t child = 0;
+constexpr auto kNoticeTime = std::chrono::milliseconds(500);
+
 std::mutex mutex;  // of all below
+
+std::vector<megamoe::FaultPage*> pages[kMaxRanks];  // of each rank
 
 struct Allocation {
   int rank;
@@ -155,6 +177,16 @@ cudaError_t cudaMalloc(void** base, size_t bytes) {
   allocations[*base] = {my_rank, bytes, 0};
   return cudaSuccess;
 }
+cudaError_t cudaHostAlloc(void** base, size_t bytes, unsigned) {
+  if (bytes != sizeof(megamoe::FaultPage)) Fail("pins what is no fault page");
+  const std::lock_guard<std::mutex> lock(mutex);
+  *base = std::malloc(bytes);
+  pages[my_rank].push_back(static_cast<megamoe::FaultPage*>(*base));
+  return cudaSuccess;
+}
+cudaError_t cudaHostGetDevicePointer(void** to, void* base, unsigned) {
+  return *to = base, cudaSuccess;
+}
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *free = 4096;
   *total = machine.memory;
@@ -211,7 +243,9 @@ namespace megamoe {
 
 std::string HostName() { return my_rank == machine.other_host ? "there" : "here"; }
 uint64_t HostIdentity() { return my_rank == machine.other_host; }
-uint64_t ProcessIdentity() { return my_rank == machine.alone; }
+ProcessCard OwnProcess() {
+  return my_rank == machine.alone ? CardOf(child, 1) : CardOf(getpid(), 0);
+}
 
 }  // namespace megamoe
 
@@ -238,16 +272,76 @@ std::string Call(const std::string& call) {
   auto& workspace =
       megamoe::PeerWorkspace::Of(communicators + my_rank, /*device=*/my_rank, configuration);
   const std::string refusal = my_rank == machine.refusing ? "it has no Hopper GPU" : "";
-  if (std::string why = workspace.Prepare({bytes, kDeadlineNs, refusal}); !why.empty()) return why;
+  if (std::string why = workspace.Prepare({bytes, machine.deadline_ns(), refusal}); !why.empty())
+    return why;
+  if (std::string fault = workspace.TakeFault(); !fault.empty()) return fault;
   megamoe::Peers peers;
-  if (std::string why = workspace.NextCall(bytes, &peers); !why.empty()) return why;
+  megamoe::WaitContext wait;
+  if (std::string why = workspace.NextCall(bytes, machine.deadline_ns(), &peers, &wait);
+      !why.empty()) {
+    return why;
+  }
+  if (wait.rank != my_rank || wait.num_tied + 1 != wait.epoch) Fail("the wrong waits");
   if (peers.rank != my_rank) return "the wrong rank";
   if (last_error != cudaSuccess) return "an error is left for a later call";
   CheckMemory(peers, bytes);
   return "ok " + std::to_string(peers.epoch);
 }
 
+// As comm/wait.cuh leaves it.
+void FailCall(int rank, size_t workspace) {
+  megamoe::FaultPage& page = *pages[rank].at(workspace);
+  page.record = {megamoe::FaultCause::kDeadline,
+                 megamoe::Phase::kPeerSums,
+                 rank,
+                 1 - rank,
+                 -1,
+                 17,
+                 /*expected=*/5,
+                 /*found=*/4,
+                 /*epoch=*/5,
+                 /*waited_ns=*/20'000'000};
+  __atomic_store_n(&page.record_epoch, page.record.epoch, __ATOMIC_RELEASE);
+}
+
+bool RunOtherStep(const std::string& step) {
+  if (step == "kill") {
+    kill(child, SIGKILL);
+    std::this_thread::sleep_for(kNoticeTime);
+    return true;
+  }
+  int milliseconds = 0;
+  if (std::sscanf(step.c_str(), "sleep:%d", &milliseconds) == 1) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+    return true;
+  }
+  int rank = 0, configuration = 0, workspace = 0;
+  if (std::sscanf(step.c_str(), "late:%d:%d", &rank, &workspace) == 2) {
+    const uint64_t epoch = 5, peer = 1 - rank;
+    __atomic_store_n(&pages[rank].at(workspace)->long_wait, epoch << 32 | peer, __ATOMIC_RELAXED);
+    return true;
+  }
+  if (std::sscanf(step.c_str(), "refuse:%d:%d", &rank, &configuration) == 2) {
+    megamoe::PeerWorkspace::Of(communicators + rank, rank, configuration)
+        .Break("it has its reasons");
+    return true;
+  }
+  if (std::sscanf(step.c_str(), "fault:%d:%d", &rank, &workspace) != 2) return false;
+  FailCall(rank, workspace);
+  return true;
+}
+
+void StartChild() {
+  const pid_t parent = getpid();
+  child = fork();
+  if (child != 0) return;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  while (getppid() == parent) pause();
+  std::_Exit(0);  // the parent had ended before it asked for the signal
+}
+
 void RunStep(int index, const std::string& step) {
+  if (RunOtherStep(step)) return;
   std::vector<std::string> texts(machine.num_ranks);
   std::vector<std::thread> ranks;
   size_t begin = 0;
@@ -256,6 +350,13 @@ void RunStep(int index, const std::string& step) {
     const std::string call = step.substr(begin, end - begin);
     begin = end + 1;
     if (call == "-") continue;
+    if (call == "dies") {
+      ranks.emplace_back([] {
+        std::this_thread::sleep_for(kNoticeTime);  // in which the others come to wait for it
+        kill(child, SIGKILL);
+      });
+      continue;
+    }
     ranks.emplace_back([&texts, call, rank] {
       my_rank = rank;
       texts[rank] = Call(call);
@@ -272,6 +373,7 @@ bool ReadOption(const std::string& text) {
   const std::string name = text.substr(0, equals);
   const size_t value = equals == std::string::npos ? 0 : std::stoull(text.substr(equals + 1));
   if (name == "no-nccl") return machine.has_nccl = false, true;
+  if (name == "deadline") return machine.deadline_ms = value, true;
   if (name == "memory") return machine.memory = value, true;
   const std::map<std::string, int*> of_rank = {{"host", &machine.other_host},
                                                {"alone", &machine.alone},
@@ -291,5 +393,6 @@ int main(int count, char** arguments) {
   for (int i = 2; i < count; ++i) {
     if (!ReadOption(arguments[i])) steps.push_back(arguments[i]);
   }
+  if (machine.alone >= 0) StartChild();
   for (size_t i = 0; i < steps.size(); ++i) RunStep(static_cast<int>(i), steps[i]);
 }

@@ -1,7 +1,8 @@
 // Runs the kernels of the plan on the emulated machine: plan IN OUT.
 //
-// IN holds the numbers of `Header` and the expert ids; OUT gets the arrays of the plan, in their
-// order, and the words that were to be cleared. tests/emulated.py writes and reads them.
+// IN holds the numbers of `Header` and the expert ids; OUT gets, for each pass, the arrays of its
+// plan, in their order, and the words that were to be cleared. tests/emulated.py writes and reads
+// them.
 #include "shared/plan.h"
 
 #include <cstdio>
@@ -36,7 +37,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 namespace {
 
 struct Header {
-  int32_t T, K, E, R, rank, num_steps, seed, num_cleared, has_failed;
+  int32_t T, K, E, R, rank, num_steps, seed, num_cleared;
+  int32_t failed_pass;  // in which the call has failed; -1: none
+  int32_t num_plans;    // of so many passes, one behind the other
+  int32_t pool_routes;
   megamoe::PlanStep steps[megamoe::kMaxSteps];
 };
 
@@ -54,25 +58,29 @@ int main(int argc, char** argv) {
     emulator::Fail("IN is too short");
   }
   emulator::Seed(h.seed);
-  megamoe::PlanProblem problem = {{h.T, h.K, h.E, h.R}, h.rank, h.num_steps, {}};
+  megamoe::PlanProblem problem = {{h.T, h.K, h.E, h.R}, h.pool_routes, h.rank, h.num_steps, {}};
   std::copy(h.steps, h.steps + h.num_steps, problem.steps);
 
   std::vector<std::vector<uint32_t>> words;
   for (const auto& field : megamoe::PlanFields(problem)) words.push_back(Garbage(field.elements));
-  std::vector<uint32_t> cleared = Garbage(h.num_cleared);
+  std::vector<uint32_t> cleared;
   const auto at = [&](int field) { return reinterpret_cast<int32_t*>(words[field].data()); };
-  auto* items = reinterpret_cast<megamoe::Item*>(at(4));
-  auto* waves = reinterpret_cast<megamoe::Wave*>(at(5));
-  const megamoe::PlanArrays arrays = {at(0), at(1), at(2), at(3),          items,
-                                      waves, at(6), at(7), words[8].data()};
-  uint32_t failed_epoch = h.has_failed != 0;
-  const megamoe::WaitContext wait = {nullptr, &failed_epoch, 0, /*epoch=*/1, h.rank};
-  const megamoe::CudaStatus status = megamoe::plan::Launch(
-      nullptr, problem, expert_idx.data(), arrays, {cleared.data(), h.num_cleared}, wait);
-  if (!status.ok()) emulator::Fail(status.call);
-
-  words.back() = cleared;
+  auto* items = reinterpret_cast<megamoe::Item*>(at(5));
+  auto* waves = reinterpret_cast<megamoe::Wave*>(at(6));
+  const megamoe::PlanArrays arrays = {at(0), at(1), at(2), at(3), at(4),
+                                      items, waves, at(7), at(8), words[9].data()};
   FILE* out = std::fopen(argv[2], "wb");
-  for (const auto& array : words) std::fwrite(array.data(), 4, array.size(), out);
+  for (int pass = 0; pass < h.num_plans; ++pass) {
+    cleared = Garbage(h.num_cleared);
+    uint32_t failed_epoch = h.failed_pass >= 0 && pass >= h.failed_pass;
+    const megamoe::WaitContext wait = {nullptr, &failed_epoch, 0, /*epoch=*/1, h.rank};
+    const megamoe::CudaStatus status = megamoe::plan::Launch(
+        nullptr, problem, pass, expert_idx.data(), arrays, {cleared.data(), h.num_cleared}, wait);
+    if (!status.ok()) emulator::Fail(status.call);
+    for (size_t i = 0; i + 1 < words.size(); ++i) {  // all but the scratch
+      std::fwrite(words[i].data(), 4, words[i].size(), out);
+    }
+    std::fwrite(cleared.data(), 4, cleared.size(), out);
+  }
   std::fclose(out);
 }

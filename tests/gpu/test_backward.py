@@ -29,13 +29,6 @@ from tests.forward import SIZES, dims_of, poison_free_memory, random_batch
 pytestmark = pytest.mark.gpu
 
 
-def oracle(size: tuple[int, ...], ids: np.ndarray, weight: Any = 0.125) -> Batch:
-    _, _, experts, hidden, intermediate = size
-    return cases.oracle(
-        ids, weight, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16
-    )
-
-
 def shares(found: list[np.ndarray], tokens: Any, experts: Any) -> list[np.ndarray]:
     """What gradients say of some tokens and some experts."""
     return [a[tokens] for a in found[:2]] + [a[experts] for a in found[2:]]
@@ -50,8 +43,7 @@ def assert_exact(found: Any, right: Results) -> None:
 @pytest.mark.parametrize("routing", sorted(ROUTINGS))
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_oracle_is_exact(size: tuple[int, ...], routing: str, weight_dtype: np.dtype) -> None:
-    tokens, choices, experts, *_ = size
-    batch = oracle(size, ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts))
+    batch = cases.oracle_of(size, routing)
     found = launched(*operands(batch, weight_dtype), dims=dims_of(batch))
     assert [a.dtype for a in found] == [BF16, F32, *[weight_dtype] * 3]
     assert_exact(found, cases.oracle_results(batch))
@@ -63,7 +55,7 @@ def test_every_number_of_rows(rows: int) -> None:
     size = (300, 1, 4, 192, 128)
     ids = np.full((300, 1), -1, np.int32)
     ids[:rows] = 2
-    batch = oracle(size, ids)
+    batch = cases.oracle_of(size, ids)
     assert_exact(gradients(batch), cases.oracle_results(batch))
 
 
@@ -74,7 +66,7 @@ def test_experts_without_rows_get_zero() -> None:
     for busy in range(256):
         chosen = [e for e in range(8) if busy >> e & 1]
         ids = np.resize(np.array(chosen or [-1], np.int32), (256, 1))
-        batch = oracle(size, ids)
+        batch = cases.oracle_of(size, ids)
         gradients(dirty)
         assert_exact(gradients(batch), cases.oracle_results(batch))
 
@@ -82,7 +74,7 @@ def test_experts_without_rows_get_zero() -> None:
 @pytest.mark.parametrize("weights", [[1, 1], [1, 0], [0, 0]])
 def test_a_route_of_weight_zero_has_its_gradient(weights: list[int]) -> None:
     ids = np.tile(np.array([0, 3], np.int32), (5, 1))
-    batch = oracle((5, 2, 4, 64, 64), ids, np.tile(np.array(weights, np.float64), (5, 1)))
+    batch = cases.oracle_of((5, 2, 4, 64, 64), ids, np.tile(np.array(weights, np.float64), (5, 1)))
     found = gradients(batch)
     np.testing.assert_array_equal(found[1], np.tile(np.array([1, 4], np.float32), (5, 1)))
     assert_exact(found, cases.oracle_results(batch))

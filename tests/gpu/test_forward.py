@@ -30,11 +30,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("routing", sorted(ROUTINGS))
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_oracle_is_exact(size: tuple[int, ...], routing: str) -> None:
-    tokens, choices, experts, hidden, intermediate = size
-    ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
-    batch = cases.oracle(
-        ids, 0.125, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16
-    )
+    batch = cases.oracle_of(size, routing)
     y, counts = forward(*operands(batch))
     compare.assert_exact(y, cases.oracle_results(batch).y, "y")
     np.testing.assert_array_equal(counts, cases.counts(batch))

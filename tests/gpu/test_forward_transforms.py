@@ -91,7 +91,8 @@ def test_donation(y_first: bool) -> None:
 def test_many_layers_share_one_workspace() -> None:
     size = SIZES[5]
     arrays = operands(random_batch(size, "distinct"))
-    workspace = memory_plan(**dict(zip("TKEHI", size, strict=True))).workspace_bytes
+    sizes: dict[str, Any] = dict(zip("TKEHI", size, strict=True))
+    workspace = memory_plan(**sizes).workspace_bytes
 
     def temp_bytes(num_layers: int) -> int:
         analysis = jax.jit(stacked(num_layers)).lower(*arrays).compile().memory_analysis()

@@ -45,11 +45,7 @@ def assert_all_written(gate_up: Any, batch: Batch) -> None:
 @pytest.mark.parametrize("routing", sorted(ROUTINGS))
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_oracle_is_exact(size: tuple[int, ...], routing: str, weight_dtype: np.dtype) -> None:
-    tokens, choices, experts, hidden, intermediate = size
-    ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
-    batch = cases.oracle(
-        ids, 0.125, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16
-    )
+    batch = cases.oracle_of(size, routing)
     right = cases.oracle_results(batch)
     found = kept_gradients(*operands(batch, weight_dtype), dims=dims_of(batch))
     assert [a.dtype for a in found] == [BF16, F32, *[weight_dtype] * 3]

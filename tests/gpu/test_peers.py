@@ -1,18 +1,14 @@
 """GPUs of one host reach each other's memory, whatever processes, meshes and sizes they come in."""
 
 import json
-import os
-import socket
-import tempfile
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from tests import peers
+from tests import peers, processes
 from tests.peer_programs import OTHER_CONFIGURATIONS, OTHER_SIZES, SIZES, Found
-from tests.process import start_on_gpu
 
 pytestmark = pytest.mark.multi_gpu(2)
 
@@ -63,37 +59,11 @@ def test_calls_that_nobody_waits_for_keep_their_order() -> None:
             np.testing.assert_array_equal(np.asarray(array), np.stack([row] * 2))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
 def _run_pair() -> list[Found]:
     """tests.peer_programs in two processes, each of which sees one GPU."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    port = str(_free_port())
-    with tempfile.TemporaryFile("w+") as log:
-        processes = [
-            start_on_gpu(
-                *("-m", "tests.peer_programs", port, str(i)),
-                stderr=log,
-                JAX_PLATFORMS="cuda",
-                CUDA_VISIBLE_DEVICES=visible[i],
-                # Else the processes compile together, and they compile different programs here.
-                XLA_FLAGS="--xla_gpu_shard_autotuning=false",
-            )
-            for i in range(2)
-        ]
-        try:
-            outputs = [process.communicate(timeout=100)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-            log.seek(0)
-            text = log.read()[-4000:]
-        assert [process.returncode for process in processes] == [0, 0], text
-    return [Found(**json.loads(output.splitlines()[-1])) for output in outputs]
+    pair = processes.run_pair("tests.peer_programs")
+    assert [process.code for process in pair] == [0, 0], pair
+    return [Found(**json.loads(process.said[-1])) for process in pair]
 
 
 def test_a_process_for_each_gpu() -> None:

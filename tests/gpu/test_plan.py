@@ -20,7 +20,7 @@ from jax_megamoe.plan import (
     make_plan,
 )
 from jax_megamoe.plan_check import check_plan
-from tests.plan_cases import random_case
+from tests.plan_cases import case_of_passes, random_case
 
 pytestmark = pytest.mark.gpu
 
@@ -28,9 +28,11 @@ NUM_ROUTINGS = 200
 GARBAGE = 0x7B7B7B7B
 
 
-@functools.partial(jax.jit, static_argnames=("dims", "rank", "steps"))
-def jitted_plan(expert_idx: jax.Array, *, dims: Dims, rank: int, steps: tuple[Step, ...]) -> Plan:
-    return _ffi.plan(expert_idx, dims, rank, steps)
+@functools.partial(jax.jit, static_argnames=("dims", "rank", "steps", "pass_idx"))
+def jitted_plan(
+    expert_idx: jax.Array, *, dims: Dims, rank: int, steps: tuple[Step, ...], pass_idx: int
+) -> Plan:
+    return _ffi.plan(expert_idx, dims, rank, steps, pass_idx)
 
 
 def dirty_memory(num_bytes: int) -> None:
@@ -38,8 +40,11 @@ def dirty_memory(num_bytes: int) -> None:
     jnp.full(max(num_bytes // 4, 1), GARBAGE, jnp.int32).block_until_ready().delete()
 
 
-def kernel_plan(idx: np.ndarray, dims: Dims, rank: int, steps: tuple[Step, ...]) -> Plan:
-    plan = jitted_plan(jnp.asarray(idx), dims=dims, rank=rank, steps=steps)
+def kernel_plan(
+    idx: np.ndarray, dims: Dims, rank: int, steps: tuple[Step, ...], pass_idx: int = 0
+) -> Plan:
+    how = {"dims": dims, "rank": rank, "steps": steps, "pass_idx": pass_idx}
+    plan = jitted_plan(jnp.asarray(idx), **how)
     return Plan(*(np.asarray(a) for a in plan))
 
 
@@ -52,6 +57,31 @@ def test_kernel_equals_twin(seed: int) -> None:
     got = kernel_plan(case.expert_idx, case.dims, case.rank, case.steps)
     for name, g, w in zip(Plan._fields, got, want, strict=True):
         np.testing.assert_array_equal(g, w, err_msg=f"{name}, rank {case.rank} of {case.dims}")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_pass_equals_that_of_the_twin(seed: int) -> None:
+    """Behind those before it; one that the routing does not need leaves the arrays as they are."""
+    case, _ = case_of_passes(np.random.default_rng(seed))
+    for p in range(min(case.dims.max_passes, 5)):
+        want = case.plan(p)
+        dirty_memory(4 * sum(a.nbytes for a in want))
+        got = kernel_plan(case.expert_idx, case.dims, case.rank, case.steps, p)
+        for name, g, w in zip(Plan._fields, got, want, strict=True):
+            np.testing.assert_array_equal(g, w, err_msg=f"{name}, pass {p} of {case.dims}")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_passes_equal_the_twin_at_a_large_shape(backward: bool) -> None:
+    """All routes of eight ranks go to one."""
+    dims = Dims(T=16384, K=8, E=128, R=8, H=2048, I=768, pool_factor=1.25)
+    steps = backward_steps(dims) if backward else forward_steps(dims)
+    ids = np.random.default_rng(0).integers(48, 64, (8, dims.T, dims.K)).astype(np.int32)
+    for p in (0, 3, dims.max_passes - 1):
+        got = kernel_plan(ids, dims, 3, steps, p)
+        for name, g, w in zip(Plan._fields, got, make_plan(ids, dims, 3, steps, p), strict=True):
+            np.testing.assert_array_equal(g, w, err_msg=f"{name}, pass {p}")
+        check_plan(got, ids, dims, 3, steps, p)
 
 
 # The benchmark's shape, and one with more waves in the backward than a block has threads.

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests import compare, layer
-from tests.cases import BF16, F32, ROUTINGS, Batch, normal
+from tests.cases import BF16, F32, ROUTINGS, Batch, normal_of
 from tests.forward import poison_free_memory, random_batch
 
 pytestmark = pytest.mark.multi_gpu(2)
@@ -28,11 +28,6 @@ SIZES = (
 
 def cast(batch: Batch, dtype: np.dtype) -> Batch:
     return Batch(*(a if a.dtype == np.int32 else a.astype(dtype) for a in batch))
-
-
-def with_ids(size: tuple[int, ...], ids: np.ndarray) -> Batch:
-    _, _, experts, hidden, intermediate = size
-    return normal(ids, num_experts=experts, hidden=hidden, intermediate=intermediate, dtype=BF16)
 
 
 def assert_as_one_gpu(batch: Batch, **how: Any) -> None:
@@ -56,7 +51,7 @@ def test_dtypes_and_what_is_kept(dtype: np.dtype, save: str) -> None:
 def test_all_tokens_to_one_rank(owner: int) -> None:
     size = SIZES[1]
     ids = np.random.default_rng(owner).integers(0, 4, size[:2]).astype(np.int32) + 4 * owner
-    assert_as_one_gpu(with_ids(size, ids))
+    assert_as_one_gpu(normal_of(size, ids))
 
 
 @pytest.mark.parametrize("source", [0, 1])
@@ -64,7 +59,7 @@ def test_a_rank_without_routes(source: int) -> None:
     size = SIZES[1]
     ids = ROUTINGS["distinct"](tokens=200, choices=2, experts=8).copy()
     ids[100 * source : 100 * (source + 1)] = -1
-    assert_as_one_gpu(with_ids(size, ids))
+    assert_as_one_gpu(normal_of(size, ids))
 
 
 def test_twenty_runs_have_the_same_bits_whatever_memory_holds() -> None:

@@ -89,6 +89,11 @@ inline uint4 LoadShared(uint32_t address) {
   std::memcpy(&v, emulator::SharedAt(emulator::self->block, address), sizeof(v));
   return v;
 }
+inline uint2 LoadShared8(uint32_t address) {
+  uint2 v;
+  std::memcpy(&v, emulator::SharedAt(emulator::self->block, address), sizeof(v));
+  return v;
+}
 inline void StoreShared(uint32_t address, uint4 v) {
   std::memcpy(emulator::SharedAt(emulator::self->block, address), &v, sizeof(v));
 }
@@ -98,7 +103,7 @@ template <int kRegisters>
 void GiveRegisters() {}
 template <int kRegisters>
 void TakeRegisters() {}
-inline uint64_t GlobalTimerNs() { return static_cast<uint64_t>(emulator::num_rounds); }
+inline uint64_t GlobalTimerNs() { return emulator::num_rounds * emulator::kRoundNs; }
 inline uint32_t MultiprocessorIndex() { return emulator::self->block->index; }
 
 }  // namespace megamoe::ptx

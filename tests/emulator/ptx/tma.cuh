@@ -79,6 +79,13 @@ inline void TmaStore(const CUtensorMap& map, uint32_t shared, int x, int y) {
   StoreFrom(shared, box->box_bytes(),
             [=](const std::vector<uint8_t>& data) { emulator::StoreBox(*box, {{x, y, 0}}, data); });
 }
+inline void TmaAdd(const CUtensorMap& map, uint32_t shared, int x, int y) {
+  if (shared % 1024 != 0) emulator::Fail("a swizzled box lies at a multiple of 1024");
+  const auto* box = reinterpret_cast<const emulator::TensorMap*>(&map);
+  if (box->element_bytes != sizeof(float)) emulator::Fail("float32 elements are added");
+  StoreFrom(shared, box->box_bytes(),
+            [=](const std::vector<uint8_t>& data) { emulator::AddBox(*box, {{x, y, 0}}, data); });
+}
 inline void StoreCommit() {
   emulator::self->store_groups.push_back(std::move(emulator::self->open_stores));
   emulator::self->open_stores.clear();

@@ -22,6 +22,11 @@ class TraceScope {
       buffer_.records[1 + i] = {start_ns_, Now(), ptx::MultiprocessorIndex(), kind_};
     }
   }
+  // is_of_peer(): see kTraceOfPeer; asked only where there is a trace.
+  template <typename Question>
+  __device__ __forceinline__ void MarkIfOfPeer(Question is_of_peer) {
+    if (buffer_.records != nullptr && is_of_peer()) kind_ |= kTraceOfPeer;
+  }
   TraceScope(const TraceScope&) = delete;
   TraceScope& operator=(const TraceScope&) = delete;
 
@@ -31,7 +36,7 @@ class TraceScope {
   }
 
   const TraceBuffer& buffer_;
-  const uint32_t kind_;
+  uint32_t kind_;
   const bool recorder_;
   uint32_t start_ns_ = 0;
 };

@@ -1,0 +1,113 @@
+"""The bytes of payload that a rank's call moves over NVLink: as its kernels count them, and as the
+model says, exactly, from the ids of the call.
+
+The model is docs/protocol.md's: a token goes once to each rank that has a route of it, however many
+of its experts are there, and one row of sums comes back from each.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import numpy as np
+from _shapes import Shape
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_megamoe import _ffi
+from jax_megamoe.config import Dims, MegaMoEConfig
+from jax_megamoe.memory import TRAFFIC_RECORDS
+
+# Those of PeerTraffic in cuda/shared/trace.h, in their order: what the rank reads of others, and
+# what it sends to them.
+COUNTS = ("inputs_read", "sums_sent", "dw_sent", "routing_sent", "flags_sent")
+
+Traffic = dict[str, int]
+
+
+def of_layer(
+    mesh: Mesh, shape: Shape, pass_name: str, config: MegaMoEConfig, arrays: Sequence[jax.Array]
+) -> dict[str, list[Traffic] | None]:
+    """The traffic of each rank in one call of a pass, "forward" or "forward_backward".
+
+    Args:
+      arrays: those of the layer, split over the one axis of the mesh.
+
+    Returns:
+      "model", and "counted": by the kernels; None where they do not run.
+    """
+    dims = _dims(shape)
+    ids = np.asarray(arrays[1]).reshape(dims.R, dims.T, dims.K)
+    passes = (False,) if pass_name == "forward" else (False, True)
+    how = {"combine_dtype": config.combine_dtype}
+    said = [
+        _sum(model(ids, dims, rank, is_backward=b, **how) for b in passes) for rank in range(dims.R)
+    ]
+    if jax.default_backend() != "gpu":
+        return {"model": said, "counted": None}
+    records = [np.asarray(a) for a in jax.jit(traced(mesh, shape, pass_name, config))(*arrays)]
+    split = [np.split(a, dims.R) for a in records]
+    found = [_sum(map(counted, of_rank)) for of_rank in zip(*split, strict=True)]
+    return {"model": said, "counted": found}
+
+
+def traced(
+    mesh: Mesh, shape: Shape, pass_name: str, config: MegaMoEConfig
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """A program of all ranks: the records of each call, one rank behind another."""
+    (axis,) = mesh.axis_names
+    common = {"dims": _dims(shape), "config": config, "axis_name": axis, "trace": True}
+    forward = functools.partial(_ffi.forward_call, keep_gate_up=config.save == "gate_up", **common)
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        _, _, *kept, records = forward(*arrays)
+        if pass_name == "forward":
+            return (records,)
+        gate_up = kept[0] if kept else None
+        *_, of_backward = _ffi.backward_call(arrays[0], *arrays, gate_up=gate_up, **common)
+        return records, of_backward
+
+    spec = PartitionSpec(axis)
+    return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def counted(records: np.ndarray) -> Traffic:
+    """What the kernels of one rank counted, from its records of a call with trace=True over several
+    ranks, int32 [1 + capacity + TRAFFIC_RECORDS, 4]."""
+    words = np.ascontiguousarray(records[-TRAFFIC_RECORDS:]).view(np.uint64).reshape(-1)
+    return dict(zip(COUNTS, words.tolist(), strict=False))
+
+
+def model(
+    expert_idx: np.ndarray,
+    dims: Dims,
+    rank: int,
+    *,
+    is_backward: bool,
+    combine_dtype: str = "float32",
+) -> Traffic:
+    """The same by formula.
+
+    Args:
+      expert_idx: [R, T, K] of all ranks; ids outside [0, E) are no routes.
+    """
+    local = expert_idx.astype(np.int64) - rank * dims.experts_per_rank
+    is_route = (local >= 0) & (local < dims.experts_per_rank)
+    is_route[rank] = False
+    num_tokens = int(is_route.any(axis=2).sum())
+    num_peers = dims.R - 1
+    return {
+        "inputs_read": num_tokens * dims.H * 2 * (1 + is_backward),
+        "sums_sent": num_tokens * dims.H * np.dtype(combine_dtype).itemsize,
+        "dw_sent": int(is_route.sum()) * 4 * is_backward,
+        "routing_sent": num_peers * dims.T * dims.K * 8,
+        "flags_sent": (num_tokens + num_peers) * 4,
+    }
+
+
+def _dims(shape: Shape) -> Dims:
+    return Dims(T=shape.T, K=shape.K, E=shape.E, R=shape.R, H=shape.H, I=shape.I)
+
+
+def _sum(calls: Iterable[Traffic]) -> Traffic:
+    each = list(calls)
+    return {name: sum(call[name] for call in each) for name in COUNTS}

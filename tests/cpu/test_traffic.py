@@ -1,0 +1,80 @@
+"""What crosses NVLink, counted by the kernels on the emulated machine: the bytes of the model."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jax_megamoe.config import COMBINE_DTYPES, Dims, MegaMoEConfig
+from jax_megamoe.memory import TRAFFIC_RECORDS, trace_result
+from jax_megamoe.plan import backward_steps, forward_steps
+from tests import cases, emulated, layer
+from tests.cases import BF16, ROUTINGS
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+_shapes, _trace, _traffic = map(importlib.import_module, ("_shapes", "_trace", "_traffic"))
+
+T, K, E, H, I = 48, 4, 16, 192, 64
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("routing", ["distinct", "invalid", "duplicates", "one_expert", "nothing"])
+def test_the_kernels_count_what_the_model_says(routing: str, ranks: int) -> None:
+    """Both passes, beside each other in the same memory, and the sums in both dtypes."""
+    ids = ROUTINGS[routing](tokens=T, choices=K, experts=E)
+    batch = cases.normal(ids, num_experts=E, hidden=H, intermediate=I, dtype=BF16)
+    dims = Dims(T=T // ranks, K=K, E=E, R=ranks, H=H, I=I)
+    calls = [emulated.Call(batch, is_backward=b, trace=True) for b in (False, True)]
+    for dtype in COMBINE_DTYPES:
+        results = emulated.run(calls, ranks=ranks, seed=ranks, combine_dtype=dtype)
+        for is_backward, (*_, records) in zip((False, True), results, strict=True):
+            for rank, of_rank in enumerate(np.split(records, ranks)):
+                by_rank = ids.reshape(ranks, -1, K)
+                how = {"is_backward": is_backward, "combine_dtype": dtype}
+                assert _traffic.counted(of_rank) == _traffic.model(by_rank, dims, rank, **how)
+                kinds = set(_trace.decode(of_rank, ranks).kind)
+                assert ("dispatch" in kinds) == bool(np.any(by_rank // (E // ranks) == rank))
+                assert "finish" in kinds
+
+
+def test_a_token_crosses_once_for_each_rank() -> None:
+    """The sums of the model by hand: rank 1 of 2 has the experts 2 and 3."""
+    ids = np.array([[[2, 3], [0, 3], [0, 1], [-1, 4]], [[2, 3], [3, 3], [0, 2], [0, 0]]])
+    dims = Dims(T=4, K=2, E=4, R=2, H=64, I=64)
+    found = _traffic.model(ids, dims, 1, is_backward=True, combine_dtype="bfloat16")
+    assert found == {
+        "inputs_read": 2 * 64 * 2 * 2,
+        "sums_sent": 2 * 64 * 2,
+        "dw_sent": 3 * 4,
+        "routing_sent": 4 * 2 * 8,
+        "flags_sent": 3 * 4,
+    }
+    found = _traffic.model(ids, dims, 0, is_backward=False)
+    assert (found["inputs_read"], found["sums_sent"]) == (2 * 128, 2 * 256)
+
+
+@pytest.mark.parametrize("save", ["none", "gate_up"])
+@pytest.mark.parametrize("pass_name", ["forward", "forward_backward"])
+def test_the_program_that_counts_returns_the_records_of_all_ranks(
+    pass_name: str, save: str
+) -> None:
+    shape = _shapes.Shape("", T=24, K=2, E=4, H=64, I=64, R=2)
+    dims = Dims(T=24, K=2, E=4, R=2, H=64, I=64)
+    config = MegaMoEConfig(backend="cuda", save=save)
+    run = _traffic.traced(layer.expert_mesh(2), shape, pass_name, config)
+    found = jax.eval_shape(run, *_shapes.inputs(shape, "bf16"))
+    steps = [forward_steps(dims), backward_steps(dims)][: len(found)]
+    right = [2 * trace_result(dims, s).shape[0] for s in steps]
+    assert [a.shape for a in found] == [(rows, 4) for rows in right]
+    assert len(found) == (1 if pass_name == "forward" else 2)
+
+
+def test_the_counts_are_those_of_the_kernels() -> None:
+    header = (ROOT / "cuda" / "shared" / "trace.h").read_text()
+    assert tuple(re.findall(r"unsigned long long (\w+);", header)) == _traffic.COUNTS
+    assert -(-len(_traffic.COUNTS) * 8 // 16) == TRAFFIC_RECORDS

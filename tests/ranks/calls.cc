@@ -1,0 +1,254 @@
+#include "calls.h"
+
+#include <bit>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+
+#include "host/backward.h"
+#include "host/forward.h"
+#include "host/peer_arrays.h"
+
+namespace ranks {
+namespace {
+
+using megamoe::LayerCall;
+
+constexpr int64_t kBf16Bytes = 2;
+constexpr uint32_t kFirstEpoch = 1;
+
+struct CallHeader {
+  int32_t is_backward, num_steps, float_gradients, keep_gate_up, num_launches;
+  int32_t trace_records;  // rows of the trace, the last result; 0: none
+  int32_t tiles_m[megamoe::kMaxSteps], tiles_n[megamoe::kMaxSteps], lag[megamoe::kMaxSteps];
+  int64_t launches[8];
+};
+
+// One run of a file.
+class Runner {
+ public:
+  Runner(FILE* in, const Header& header, Machine& machine)
+      : in_(in), h_(header), machine_(machine) {}
+
+  // Shows each rank what it sees of the others, and runs all calls.
+  void Run() {
+    megamoe::Peers peers = {};
+    peers.bytes = megamoe::PeerArrayBytes(dims(), h_.H, h_.bf16_sums != 0);
+    if (peers.bytes != h_.peer_bytes) Fail("jax_megamoe/memory.py has other bytes");
+    peers.num_ranks = h_.R;
+    for (int r = 0; r < h_.R; ++r) {
+      // As fresh memory is; what calls before have left is never taken for this one's.
+      peers.base[r] = static_cast<std::byte*>(machine_.Allocate(peers.bytes));
+      const std::vector<std::byte> zeros(peers.bytes);
+      machine_.CopyIn(peers.base[r], zeros.data(), peers.bytes);
+    }
+    // All of it is allocated before a call runs: that may wait for a GPU whose calls wait.
+    headers_.resize(h_.num_calls);
+    std::vector<std::function<void()>> calls;
+    for (int i = 0; i < h_.num_calls; ++i) {
+      ReadHost(&headers_[i], 1);
+      peers.epoch = kFirstEpoch + i;
+      for (int r = 0; r < h_.R; ++r) {
+        peers.rank = r;
+        calls.push_back(ReadCall(headers_[i], peers));
+      }
+    }
+    for (const auto& call : calls) call();
+    machine_.Run();
+  }
+
+  // The results of the calls, in their order, and the failed epochs.
+  void Write(FILE* out) {
+    for (const Result& result : results_) {
+      std::vector<char> bytes(result.bytes);
+      machine_.CopyOut(bytes.data(), result.data, result.bytes);
+      std::fwrite(bytes.data(), 1, bytes.size(), out);
+    }
+    for (int r = 0; r < h_.R; ++r) {
+      const uint32_t epoch = machine_.FailedEpoch(r);
+      std::fwrite(&epoch, sizeof(epoch), 1, out);
+    }
+  }
+
+ private:
+  struct Result {
+    void* data;
+    int64_t bytes;
+  };
+
+  megamoe::RoutingDims dims() const { return {h_.T, h_.K, h_.E, h_.R}; }
+  int64_t weights() const { return int64_t{h_.E} / h_.R * h_.H * h_.I; }
+
+  template <typename T>
+  void ReadHost(T* to, int64_t count) {
+    const size_t wanted = static_cast<size_t>(count);
+    if (std::fread(to, sizeof(T), wanted, in_) != wanted) Fail("IN is too short");
+  }
+  template <typename T>
+  T* Read(int64_t count) {
+    std::vector<T> host(count);
+    ReadHost(host.data(), count);
+    void* data = machine_.Allocate(count * sizeof(T));
+    machine_.CopyIn(data, host.data(), count * sizeof(T));
+    return static_cast<T*>(data);
+  }
+  void* ReadBf16(int64_t count) { return Read<uint16_t>(count); }
+
+  void* AddResult(int64_t bytes) {
+    results_.push_back({machine_.Allocate(bytes), bytes});
+    return results_.back().data;
+  }
+  void* Pool(const LayerCall& layer, int64_t columns) {
+    return machine_.Allocate(layer.pool_rows * columns * kBf16Bytes);
+  }
+  uint32_t* Counters(int64_t count) {
+    return static_cast<uint32_t*>(machine_.Allocate(count * sizeof(uint32_t)));
+  }
+  // A call that is traced gets it behind its other results.
+  megamoe::TraceBuffer Trace(const CallHeader& c) {
+    if (c.trace_records == 0) return {};
+    void* records = AddResult(int64_t{c.trace_records} * sizeof(megamoe::TraceRecord));
+    const uint32_t others = h_.R > 1 ? 1 + megamoe::kTrafficRecords : 1;
+    return {static_cast<megamoe::TraceRecord*>(records), c.trace_records - others};
+  }
+
+  // Reads a call of a rank; what it returns enqueues it.
+  std::function<void()> ReadCall(const CallHeader& c, const megamoe::Peers& peers) {
+    LayerCall layer = {};
+    layer.peers = megamoe::PeerArraysOf(peers, dims(), h_.H, h_.bf16_sums != 0);
+    layer.plan.rank = peers.rank;
+    const std::vector<PlanPointers> plans = ReadLayer(c, &layer);
+    const auto enqueue = [=, this](auto call, const auto& run) {
+      call.wait = machine_.Begin(peers.rank, peers.epoch, plans);
+      const megamoe::CudaStatus status = run(machine_.Stream(), call);
+      if (!status.ok()) Fail(status.call);
+      Spoil(peers.rank, call.peers);
+    };
+    if (c.is_backward != 0) {
+      return [=, call = Backward(c, layer)] { enqueue(call, megamoe::RunBackward); };
+    }
+    return [=, call = Forward(c, layer)] { enqueue(call, megamoe::RunForward); };
+  }
+
+  // Returns the plan of each pass.
+  std::vector<PlanPointers> ReadLayer(const CallHeader& c, LayerCall* call) {
+    call->plan.dims = dims();
+    call->plan.pool_routes = h_.pool_routes;
+    call->plan.num_steps = c.num_steps;
+    for (int s = 0; s < c.num_steps; ++s) {
+      call->plan.steps[s] = {c.tiles_m[s], c.tiles_n[s], c.lag[s]};
+    }
+    const auto fields = megamoe::PlanFields(call->plan);
+    std::vector<PlanPointers> plans(h_.has_plans != 0 ? megamoe::MaxPasses(call->plan) : 0);
+    for (PlanPointers& plan : plans) {
+      for (int i = 0; i < kNumPlanArrays; ++i) plan[i] = Read<int32_t>(fields[i].elements);
+    }
+    PlanPointers arrays = {};
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      arrays[i] = machine_.Allocate(fields[i].elements * sizeof(int32_t));
+    }
+    call->plan_arrays = std::bit_cast<megamoe::PlanArrays>(arrays);
+    call->H = h_.H;
+    call->I = h_.I;
+    call->num_blocks = h_.num_blocks;
+    call->num_multiprocessors = h_.multiprocessors;
+    call->pool_rows = megamoe::PoolRows(call->plan);
+    call->expert_idx = Read<int32_t>(int64_t{h_.T} * h_.K);
+    call->expert_weight = Read<float>(int64_t{h_.T} * h_.K);
+    call->launches = c.launches;
+    call->num_launches = c.num_launches;
+    return plans;
+  }
+
+  megamoe::ForwardCall Forward(const CallHeader& c, const LayerCall& layer) {
+    megamoe::ForwardCall call = {};
+    static_cast<LayerCall&>(call) = layer;
+    call.x = ReadBf16(int64_t{h_.T} * h_.H);
+    call.w_gate = ReadBf16(weights());
+    call.w_up = ReadBf16(weights());
+    call.w_down = ReadBf16(weights());
+    call.y = AddResult(int64_t{h_.T} * h_.H * kBf16Bytes);
+    call.pool = Pool(layer, h_.H);
+    call.h = Pool(layer, h_.I);
+    if (c.keep_gate_up != 0) call.gate_up = AddResult(layer.pool_rows * 2 * h_.I * kBf16Bytes);
+    call.counters = Counters(megamoe::NumForwardCounters(call.pool_rows));
+    call.trace = Trace(c);
+    return call;
+  }
+
+  megamoe::BackwardCall Backward(const CallHeader& c, const LayerCall& layer) {
+    megamoe::BackwardCall call = {};
+    static_cast<LayerCall&>(call) = layer;
+    call.x = ReadBf16(int64_t{h_.T} * h_.H);
+    call.w_gate = ReadBf16(weights());
+    call.w_up = ReadBf16(weights());
+    call.w_down = ReadBf16(weights());
+    call.dy = ReadBf16(int64_t{h_.T} * h_.H);
+    if (c.keep_gate_up != 0) call.gate_up = ReadBf16(layer.pool_rows * 2 * h_.I);
+    call.dx = AddResult(int64_t{h_.T} * h_.H * kBf16Bytes);
+    call.dw = static_cast<float*>(AddResult(int64_t{h_.T} * h_.K * sizeof(float)));
+    call.float_gradients = c.float_gradients != 0;
+    if (c.num_steps == 4) {
+      const int64_t bytes = weights() * (call.float_gradients ? sizeof(float) : kBf16Bytes);
+      for (void** gradient : {&call.dw_gate, &call.dw_up, &call.dw_down}) {
+        *gradient = AddResult(bytes);
+      }
+    }
+    for (void** pool : {&call.x_pool, &call.dy_pool, &call.dx_pool}) *pool = Pool(layer, h_.H);
+    for (void** pool : {&call.dg, &call.du, &call.wh}) *pool = Pool(layer, h_.I);
+    const int64_t partials = layer.pool_rows * megamoe::NumDgradDownTiles(h_.I);
+    call.dw_partial = static_cast<float*>(machine_.Allocate(partials * sizeof(float)));
+    call.counters = Counters(megamoe::NumBackwardCounters(layer.pool_rows, h_.E / h_.R));
+    call.trace = Trace(c);
+    return call;
+  }
+
+  // No rank needs what another one holds of a call that has ended there, nor has written of the
+  // next: all but the flags.
+  void Spoil(int rank, const megamoe::PeerArrays& a) {
+    const int64_t slots = int64_t{h_.T} * h_.K;
+    const int64_t elements = int64_t{h_.T} * h_.H;
+    const int64_t sum_bytes = h_.bf16_sums != 0 ? kBf16Bytes : int64_t{sizeof(float)};
+    const struct {
+      void* data;
+      int64_t bytes;
+    } arrays[] = {{a.x[rank], elements * kBf16Bytes},
+                  {a.dy[rank], elements * kBf16Bytes},
+                  {a.expert_idx[rank], h_.R * slots * int64_t{sizeof(int32_t)}},
+                  {a.expert_weight[rank], h_.R * slots * int64_t{sizeof(float)}},
+                  {a.sums[rank], h_.R * elements * sum_bytes},
+                  {a.dw[rank], slots * int64_t{sizeof(float)}}};
+    for (const auto& array : arrays) {
+      if (cudaMemsetAsync(array.data, 0xff, array.bytes, machine_.Stream()) != cudaSuccess) {
+        Fail("cudaMemsetAsync");
+      }
+    }
+  }
+
+  FILE* const in_;
+  const Header& h_;
+  Machine& machine_;
+  std::vector<CallHeader> headers_;  // the calls point into them
+  std::vector<Result> results_;
+};
+
+}  // namespace
+
+void RunFile(const char* in, const char* out, Machine& (*start)(const Header&)) {
+  FILE* file = std::fopen(in, "rb");
+  Header header;
+  if (file == nullptr || std::fread(&header, sizeof(header), 1, file) != 1) Fail("no IN");
+  Runner runner(file, header, start(header));
+  runner.Run();
+  FILE* results = std::fopen(out, "wb");
+  if (results == nullptr) Fail("no OUT");
+  runner.Write(results);
+  std::fclose(results);
+}
+
+void Fail(const char* why) {
+  std::fprintf(stderr, "%s\n", why);
+  std::exit(1);
+}
+
+}  // namespace ranks
