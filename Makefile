@@ -87,6 +87,10 @@ format: env ## let ruff and clang-format rewrite the sources
 	'$(PY)' -m ruff format .
 	$(CPP_SOURCES) | xargs -r clang-format -i
 
+.PHONY: docs
+docs: env ## write docs/api.md anew from the docstrings
+	'$(PY)' docs/make_api.py
+
 .PHONY: compile
 compile: env ## every kernel for sm_90a: registers, shared memory; fails on spills and stack frames
 	'$(PY)' cuda/compile_lane.py $(ARGS)

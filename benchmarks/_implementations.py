@@ -36,41 +36,52 @@ class Implementation:
     saves: tuple[str, ...]
 
 
-def jax_run(layer: Layer, pass_name: str, arrays: list[jax.Array]) -> Run:
+def jax_run(
+    layer: Layer, pass_name: str, arrays: list[jax.Array], *, trainable: bool = True
+) -> Run:
     """A pass of a JAX layer, a program of its own.
 
-    forward returns y; backward dx, dw and the weights' gradients, from what one forward kept;
-    forward_backward all of them.
+    forward returns y; backward dx, dw and, of trainable experts, the weights' gradients, from what
+    one forward kept; forward_backward all of them.
     """
     if pass_name == "forward":
         return Run(functools.partial(jax.jit(layer), *arrays), jax.block_until_ready)
     dy = normal(jax.random.key(SEED + 1), arrays[0].shape, "bf16")
     if pass_name == "backward":
-        _, pull = jax.jit(functools.partial(_differentiated, layer))(*arrays)
+        _, pull = jax.jit(functools.partial(_differentiated, layer, trainable))(*arrays)
         call = functools.partial(jax.jit(lambda pull, dy: pull(dy)), pull, dy)
     else:
-        call = functools.partial(jax.jit(functools.partial(with_gradients, layer)), dy, *arrays)
+        whole = functools.partial(with_gradients, layer, trainable=trainable)
+        call = functools.partial(jax.jit(whole), dy, *arrays)
     return Run(call, jax.block_until_ready)
 
 
 def _differentiated(
-    layer: Layer, x: jax.Array, ids: jax.Array, w: jax.Array, *weights: jax.Array
+    layer: Layer, trainable: bool, x: jax.Array, ids: jax.Array, w: jax.Array, *weights: jax.Array
 ) -> tuple[jax.Array, Callable[..., Any]]:
-    """y, and the function from dy to the five gradients."""
+    """y, and the function from dy to the five gradients, or to the first two of them."""
 
-    def of_floats(x: jax.Array, w: jax.Array, *weights: jax.Array) -> jax.Array:
-        return layer(x, ids, w, *weights)
+    def of_floats(x: jax.Array, w: jax.Array, *trained: jax.Array) -> jax.Array:
+        return layer(x, ids, w, *(trained or weights))
 
-    return jax.vjp(of_floats, x, w, *weights)
+    return jax.vjp(of_floats, x, w, *(weights if trainable else ()))
 
 
-def with_gradients(layer: Layer, dy: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    y, pull = _differentiated(layer, *arrays)
+def with_gradients(
+    layer: Layer, dy: jax.Array, *arrays: jax.Array, trainable: bool = True
+) -> tuple[jax.Array, ...]:
+    y, pull = _differentiated(layer, trainable, *arrays)
     return y, *pull(dy)
 
 
 def jax_megamoe(pass_name: str, save: str, arrays: list[jax.Array]) -> Run:
     return jax_run(functools.partial(mega_moe, backend=backend(), save=save), pass_name, arrays)
+
+
+def jax_megamoe_frozen(pass_name: str, save: str, arrays: list[jax.Array]) -> Run:
+    """No gradient of a weight is computed, nor written as zeros."""
+    how = {"backend": backend(), "save": save, "trainable_experts": False}
+    return jax_run(functools.partial(mega_moe, **how), pass_name, arrays, trainable=False)
 
 
 def backend() -> str:
@@ -176,6 +187,7 @@ IMPLEMENTATIONS = {
     implementation.name: implementation
     for implementation in (
         Implementation("jax_megamoe", jax_megamoe, SAVES),
+        Implementation("jax_megamoe_frozen", jax_megamoe_frozen, SAVES),
         Implementation("torch_grouped_mm", torch_grouped_mm, ("activations",)),
         Implementation("tokamax_ragged_dot", tokamax_ragged_dot, ("activations",)),
         Implementation("lax_ragged_dot", lax_ragged_dot, ("activations",)),

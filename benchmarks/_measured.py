@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from _implementations import IMPLEMENTATIONS, device_copy, jax_megamoe, matmul
-from _report import OURS, Named
+from _report import FROZEN, OURS, Named
 from _shapes import DTYPES, SEED, Shape, bound_ms, inputs
 from _timing import Clock, Figures, Method, Run, Timed, caught, measure
 
@@ -49,15 +49,18 @@ def variants(
 ) -> list[Variant]:
     """Of jax_megamoe all that were asked for, of the shape's peers those that there are.
 
-    A forward without a gradient keeps nothing: there `save` is "none" for all.
+    A forward without a gradient keeps nothing: there `save` is "none" for all, and experts that
+    are not trained make no difference. They are measured when `only` names them.
     """
     found = []
-    for name in (OURS, *shape.peers):
+    frozen = [FROZEN] if FROZEN in only and pass_name != "forward" else []
+    for name in (OURS, *frozen, *shape.peers):
         if only and name not in only:
             continue
+        ours = name in (OURS, FROZEN)
         kept = IMPLEMENTATIONS[name].saves
-        kept = [save for save in kept if save in saves] if name == OURS else kept
-        for dtype in weights if name == OURS else {"bf16"} & set(weights):
+        kept = [save for save in kept if save in saves] if ours else kept
+        for dtype in weights if ours else {"bf16"} & set(weights):
             of_pass = ["none"] if pass_name == "forward" else kept
             found += [Variant(name, save, dtype) for save in of_pass]
     return found
@@ -93,7 +96,8 @@ def record(
     }
     if isinstance(result, str):
         return described | {"error": result}
-    tflops = shape.useful_flops(pass_name) / result.ms * 1e-9
+    flops = shape.useful_flops(pass_name, trainable=variant.impl != FROZEN)
+    tflops = flops / result.ms * 1e-9
     return described | {
         "ms": round(result.ms, 4),
         "ms_spread": round(result.ms_spread, 4),

@@ -7,6 +7,7 @@ from typing import Any
 Record = Mapping[str, Any]
 Named = tuple[str, Record]  # with the name of its shape
 OURS = "jax_megamoe"
+FROZEN = "jax_megamoe_frozen"  # with experts that are not trained
 COLUMNS = (
     "shape",
     "pass",
@@ -55,7 +56,7 @@ def table(named: Sequence[Named]) -> str:
 
 def _same_work(record: Record, records: Sequence[Record]) -> Record | None:
     """The fastest record of jax_megamoe for the same shape and pass, of all saves, process models
-    and dtypes but that of sums: float32."""
+    and dtypes but that of sums: float32. Of experts that are trained: the others do less."""
     same = ("pass", "ep", "tokens", "hidden", "intermediate", "experts", "top_k", "routing")
     ours = [
         r
@@ -70,12 +71,17 @@ def _same_work(record: Record, records: Sequence[Record]) -> Record | None:
 
 def _how(record: Record) -> str:
     """The implementation, and of ours what is not the default."""
-    changed = [f"save {record['save']}"] * (record["impl"] == OURS and record["save"] != "none")
+    ours = record["impl"] in (OURS, FROZEN)
+    changed = [f"save {record['save']}"] * (ours and record["save"] != "none")
     changed += [f"{record['weights_dtype']} weights"] * (record["weights_dtype"] != "bf16")
     changed += ["bf16 sums"] * (record.get("sums_dtype") == "bf16")
     of_gpu = record["impl"] == OURS and record["process_model"] == "process_per_gpu"
     changed += ["a process a GPU"] * of_gpu
     return ", ".join([record["impl"], *changed])
+
+
+def _colour(record: Record) -> str:
+    return "#d1495b" if record["impl"] in (OURS, FROZEN) else "#8d99ae"
 
 
 def draw(path: pathlib.Path, named: Sequence[Named], device: str) -> None:
@@ -94,7 +100,7 @@ def draw(path: pathlib.Path, named: Sequence[Named], device: str) -> None:
             y += 1.4
             axes.text(0, y - 0.75, label, fontweight="bold", va="center")
         fraction = record.get("fraction", 0.0)
-        axes.barh(y, fraction, 0.8, color="#d1495b" if record["impl"] == OURS else "#8d99ae")
+        axes.barh(y, fraction, 0.8, color=_colour(record))
         text = f" {fraction:.2f}   {record['ms']:.2f} ms" if "ms" in record else " failed"
         axes.text(fraction, y, text, va="center")
         ticks.append(y)

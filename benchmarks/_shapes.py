@@ -37,9 +37,12 @@ class Shape:
     peers: tuple[str, ...] = ()
     R: int = 1
 
-    def useful_flops(self, pass_name: str) -> float:
-        """Of one GPU, when all have as many rows."""
-        return float(FLOP_FACTORS[pass_name]) * self.T * self.K * self.H * self.I
+    def useful_flops(self, pass_name: str, *, trainable: bool = True) -> float:
+        """Of one GPU, when all have as many rows. Gradients of weights are half of a backward's."""
+        factor = FLOP_FACTORS[pass_name]
+        if not trainable and pass_name != "forward":
+            factor -= FLOP_FACTORS["backward"] // 2
+        return float(factor) * self.T * self.K * self.H * self.I
 
 
 PEERS = ("torch_grouped_mm", "tokamax_ragged_dot")

@@ -31,6 +31,11 @@ def reason_for_reference(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -
     """
     if config.backend == "cuda":
         return ""
+    return next(iter(call_refusals(config, H=H, I=I, R=R)), "") or _ffi.missing()
+
+
+def call_refusals(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -> list[str]:
+    """What "auto" finds in a call to run the reference for, on any machine; [] for nothing."""
     refusals = {
         'backend="reference" asks for it': config.backend == "reference",
         f"the kernels have no precision {config.precision!r}": config.precision != "bf16",
@@ -39,7 +44,7 @@ def reason_for_reference(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -
             H % KERNEL_MULTIPLE or I % KERNEL_MULTIPLE
         ),
     }
-    return next((why for why, holds in refusals.items() if holds), "") or _ffi.missing()
+    return [why for why, holds in refusals.items() if holds]
 
 
 def forward(

@@ -68,6 +68,9 @@ def test_sets_hold_what_their_names_say() -> None:
     flops = {name: _shapes.BASE.useful_flops(name) for name in _shapes.FLOP_FACTORS}
     assert flops["forward_backward"] == 18 * 16384 * 8 * 2048 * 768
     assert flops["forward"] + flops["backward"] == flops["forward_backward"]
+    frozen = {name: _shapes.BASE.useful_flops(name, trainable=False) for name in flops}
+    assert frozen["forward"] == flops["forward"] == frozen["backward"]
+    assert frozen["forward"] + frozen["backward"] == frozen["forward_backward"]
 
 
 def test_rounds_alternate_and_a_failure_becomes_its_text() -> None:
@@ -144,6 +147,10 @@ def test_variants_are_those_of_a_pass() -> None:
         assert names(pass_name) == [*kept, f"{peer} activations, {dtypes[0]}"]
     assert names("backward", saves=["gate_up"], weights=["float32"]) == [kept[3]]
     assert names("forward", only=["lax_ragged_dot"]) == [f"{peer} none, {dtypes[0]}"]
+    both = ["jax_megamoe", "jax_megamoe_frozen"]
+    frozen = [name.replace(both[0], both[1]) for name in kept]
+    assert names("forward_backward", only=both) == [*kept, *frozen]
+    assert names("forward", only=both) == [f"{ours} none, {d}" for d in dtypes]
 
 
 def test_what_fails_is_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -204,6 +211,25 @@ def test_a_backward_is_that_of_the_whole() -> None:
     assert [a.dtype for a in gradients[2:]] == [np.float32] * 3
     for a, b in zip((of_pass["forward"], *of_pass["backward"]), (y, *gradients), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("save", ["none", "gate_up"])
+def test_frozen_experts_have_the_same_other_gradients(save: str) -> None:
+    arrays = _shapes.inputs(TINY, "bf16")
+    for pass_name, count in (("backward", 2), ("forward_backward", 3)):
+        frozen = _implementations.jax_megamoe_frozen(pass_name, save, arrays).call()
+        trained = _implementations.jax_megamoe(pass_name, save, arrays).call()
+        assert len(frozen) == count and len(trained) == count + 3
+        for a, b in zip(frozen, trained[:count], strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_record_of_frozen_experts() -> None:
+    figures = _timing.Figures(ms=2.0, ms_spread=0.1, clock_mhz=1300)
+    frozen = _measured.Variant("jax_megamoe_frozen", save="gate_up")
+    found = _measured.record(frozen, "backward", _shapes.BASE, figures, 690.0)
+    assert found["tflops"] == pytest.approx(6 * 16384 * 8 * 2048 * 768 / 2e-3 * 1e-12, abs=0.05)
+    assert _report._how(found) == "jax_megamoe_frozen, save gate_up"
 
 
 def test_two_training_runs_are_held_beside_each_other(tmp_path: Path) -> None:

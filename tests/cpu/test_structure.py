@@ -54,7 +54,12 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"config", "validation", "_guard", "_ids", "_backend"},
     "sharding": _LEAVES | {"ops"},
     "nnx": _CALL | _ROUTER,
+    "layouts": {"validation"},
+    "weights": {"config", "validation", "layouts"},
     "__init__": _MODULES,
+    "_machine": {"_ffi"},
+    "_diagnosis": _LEAVES | {"_backend", "_machine"},
+    "doctor": _LEAVES | {"_machine", "_diagnosis"},
 }
 
 CPP_SUFFIXES = {".cu", ".cuh", ".h", ".cc", ".in"}
