@@ -99,7 +99,7 @@ BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], type[Exception], str, str, str
         TypeError,
         "kernel_init",
         "a NoneType",
-        "an nnx.Initializer",
+        "an initializer",
     ),
     "rngs a seed": ({"rngs": 0}, TypeError, "rngs", "a int", r"a flax\.nnx\.Rngs"),
 }
