@@ -23,8 +23,8 @@ class MegaMoE(nn.Module):
     Attributes, parameters, results and refusals are those of that class, which describes them:
     with equal parameters the same bits. What differs is how Linen holds things:
 
-      * Collection "params" has the parameters, of the names, shapes and dtypes there; "router_state"
-        (`STATE`) has `selection_bias`, with `router_config.selection_bias`. A call changes neither.
+      * Collection "params" has the parameters, by the names there; "router_state" (`STATE`) has
+        `selection_bias`, with `router_config.selection_bias`. A call changes neither.
       * With `expert_axis` each variable is boxed as `nn.Partitioned`, so that
         `nn.get_partition_spec` and `nn.get_sharding` know its layout; `nn.scan` and `nn.vmap` over
         layers then need `metadata_params={nn.PARTITION_NAME: None}`. Without, arrays are plain.
@@ -61,8 +61,8 @@ class MegaMoE(nn.Module):
         return y, aux
 
     def _value(self, v: _layer.Variable) -> jax.Array:
-        def first(*key: jax.Array) -> Any:
-            value = v.draw(*key, self.kernel_init) if v.is_drawn else v.zeros()
+        def first(key: jax.Array | None = None) -> Any:
+            value = v.zeros() if key is None or not v.is_drawn else v.draw(key, self.kernel_init)
             if self.expert_axis is None:
                 return value
             return nn.Partitioned(_place(value, v.spec), v.spec)

@@ -44,6 +44,17 @@ class MegaMoE(nnx.Module):
         `jax_megamoe.update_selection_bias` after each step, by the load of that step.
     """
 
+    router: nnx.Param[jax.Array]
+    router_bias: nnx.Param[jax.Array]
+    selection_bias: SelectionBias
+    w_gate: nnx.Param[jax.Array]
+    w_up: nnx.Param[jax.Array]
+    w_down: nnx.Param[jax.Array]
+    shared_w_gate: nnx.Param[jax.Array]
+    shared_w_up: nnx.Param[jax.Array]
+    shared_w_down: nnx.Param[jax.Array]
+    shared_router: nnx.Param[jax.Array]
+
     def __init__(
         self,
         hidden_size: int,
