@@ -47,7 +47,7 @@ def of_linen(**options: Any) -> Functions:
     module = linen.MegaMoE(H, I, E, K, **{"config": FLOAT32, **options})
 
     def init(seed: int) -> Values:
-        variables = nn.unbox(module.init(jax.random.key(seed), make_x(8)))
+        variables = nn.unbox(jax.jit(module.init)(jax.random.key(seed), make_x(8)))
         return {**variables["params"], **variables.get(linen.STATE, {})}
 
     def apply(values: Values, x: jax.Array, mask: Any = None) -> tuple[jax.Array, MegaMoEAux]:

@@ -60,7 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
         layer = make_layer()
         layer.selection_bias[...] = bias()
         checkpointer.save(folder / "nnx", nnx.state(layer))
-        variables: Any = MODULE.init(jax.random.key(0), X)
+        variables: Any = jax.jit(MODULE.init)(jax.random.key(0), X)
         box = variables[linen.STATE]["selection_bias"].replace_boxed(jnp.asarray(bias()))
         variables = {"params": variables["params"], linen.STATE: {"selection_bias": box}}
         checkpointer.save(folder / "linen", variables)

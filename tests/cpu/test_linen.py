@@ -30,12 +30,11 @@ from tests.modules import (
 )
 
 BIASED = RouterConfig(scores="sigmoid", scale=2.5, selection_bias=True, linear_bias=True)
+SHARED: dict[str, Any] = {"shared_intermediate_size": 20, "shared_gate": True}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bf16": {"config": MegaMoEConfig(save="gate_up"), "dtype": jnp.bfloat16},
+    "bf16": {"config": MegaMoEConfig(save="gate_up"), "dtype": jnp.bfloat16, **SHARED},
     "biases": {"router_config": BIASED, "param_dtype": jnp.bfloat16},
-    "shared": {"router_config": presets.GPT_OSS, "shared_intermediate_size": 20},
-    "gated": {"shared_intermediate_size": 20, "shared_gate": True},
+    "gpt_oss": {"router_config": presets.GPT_OSS, "shared_intermediate_size": 20},
 }
 
 
@@ -43,16 +42,21 @@ def make_mesh(data: int, expert: int, axis_type: AxisType) -> jax.sharding.Mesh:
     return jax.make_mesh((data, expert), ("data", "expert"), axis_types=(axis_type,) * 2)
 
 
+def drawn(module: MegaMoE, x: jax.Array) -> Any:
+    """Its variables; compiled, so that nothing computes the y of `init`."""
+    return jax.jit(module.init)(jax.random.key(0), x)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_is_the_nnx_layer_bit_for_bit(name: str) -> None:
     """The same variables; with equal values the same y, aux and gradients."""
     in_nnx, in_linen = of_nnx(**OPTIONS[name]), of_linen(**OPTIONS[name])
-    values, drawn = in_nnx.init(0), in_linen.init(0)
+    values, of_linen_init = in_nnx.init(0), in_linen.init(0)
     if "selection_bias" in values:
         bias = np.random.default_rng(2).normal(size=E)
         values["selection_bias"] = jnp.asarray(bias, jnp.float32)
     assert {n: (v.shape, v.dtype) for n, v in values.items()} == {
-        n: (v.shape, v.dtype) for n, v in drawn.items()
+        n: (v.shape, v.dtype) for n, v in of_linen_init.items()
     }
     mask = jnp.asarray(np.random.default_rng(1).random((3, 7)) < 0.8)
     expected = graded(in_nnx.apply)(values, make_x(3, 7), mask)
@@ -61,7 +65,7 @@ def test_is_the_nnx_layer_bit_for_bit(name: str) -> None:
 
 
 def test_matrices_are_drawn_apart_and_at_the_scale_of_one() -> None:
-    variables: Any = MegaMoE(64, 256, 4, 2).init(jax.random.key(3), jnp.ones((1, 64)))
+    variables: Any = drawn(MegaMoE(64, 256, 4, 2), jnp.ones((1, 64)))
     for name, fan_in in (("w_gate", 64), ("w_up", 64), ("w_down", 256)):
         value = np.asarray(variables["params"][name])
         np.testing.assert_allclose(value.std(axis=(1, 2)), fan_in**-0.5, rtol=0.05)
@@ -71,7 +75,7 @@ def test_matrices_are_drawn_apart_and_at_the_scale_of_one() -> None:
 
 def test_the_selection_bias_is_state_that_a_training_loop_moves() -> None:
     module, x = MegaMoE(H, I, E, K, config=FLOAT32, router_config=BIASED), make_x(4, 6)
-    variables: Any = module.init(jax.random.key(0), x)
+    variables = drawn(module, x)
     assert set(variables) == {"params", STATE}
     assert "selection_bias" not in variables["params"]
     apply: Any = module.apply
@@ -84,7 +88,7 @@ def test_the_selection_bias_is_state_that_a_training_loop_moves() -> None:
 
 def test_the_aux_is_sown_for_who_asks() -> None:
     module, x = MegaMoE(H, I, E, K, config=FLOAT32), make_x(4, 6)
-    variables = module.init(jax.random.key(0), x)
+    variables = drawn(module, x)
     assert set(variables) == {"params"}
     (y, aux), sown = module.apply(variables, x, mutable=["intermediates"])
     assert isinstance(aux, MegaMoEAux)
@@ -92,17 +96,17 @@ def test_the_aux_is_sown_for_who_asks() -> None:
 
 
 def test_without_an_expert_axis_arrays_are_plain() -> None:
-    variables = MegaMoE(H, I, E, K).init(jax.random.key(0), make_x(2))
+    variables = drawn(MegaMoE(H, I, E, K), make_x(2))
     assert all(isinstance(v, jax.Array) for v in variables["params"].values())
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_variables_are_boxed_and_born_sharded(axis_type: AxisType) -> None:
     """By `init` as it is and with the shardings of the boxes; the values are equal."""
-    options = {"router_config": BIASED, "shared_intermediate_size": 4, "shared_gate": True}
+    options = {"router_config": BIASED, **SHARED}
     module = MegaMoE(H, I, E, K, expert_axis="expert", **options)
     key, x = jax.random.key(0), make_x(8)
-    plain = MegaMoE(H, I, E, K, **options).init(key, x)
+    plain = drawn(MegaMoE(H, I, E, K, **options), x)
     with jax.set_mesh(mesh := make_mesh(2, 4, axis_type)):
         abstract = jax.eval_shape(module.init, key, x)
         placed = jax.jit(module.init, out_shardings=nn.get_sharding(abstract, mesh))
@@ -126,11 +130,11 @@ def test_meshes_agree_with_one_device(axis_type: AxisType) -> None:
     """Losses, load and every gradient, of split boxes and of plain arrays that nobody has split."""
     x = make_x(8, 5)
     alone = MegaMoE(H, I, E, K, config=FLOAT32)
-    params = alone.init(jax.random.key(0), x)
+    params = drawn(alone, x)
     expected = graded(alone.apply)(params, x)
     module = alone.clone(expert_axis="expert", data_axes=("data",))
     with jax.set_mesh(make_mesh(2, 2, axis_type)):
-        boxed = module.init(jax.random.key(0), x)
+        boxed = drawn(module, x)
         placed = jax.device_put(x, P(("data", "expert")))
         program = graded(module.apply)
         of_boxed = program(boxed, placed)
@@ -153,11 +157,11 @@ def test_12_replicated_routers_do_not_drift_apart() -> None:
 
         return step
 
-    x, key = make_x(8, 6), jax.random.key(0)
-    single, step = alone.init(key, x), step_of(alone)
+    x = make_x(8, 6)
+    single, step = drawn(alone, x), step_of(alone)
     before = np.asarray(single["params"]["router"])
     with jax.set_mesh(make_mesh(2, 2, AxisType.Auto)):
-        params, sharded_step = module.init(key, x), step_of(module)
+        params, sharded_step = drawn(module, x), step_of(module)
         placed = jax.device_put(x, P(("data", "expert")))
         for _ in range(20):
             single, params = step(single, x), sharded_step(params, placed)
