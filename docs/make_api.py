@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "jax_megamoe"
 PAGE = ROOT / "docs" / "api.md"
 # Public modules besides the package itself, whose names are what its __init__.py re-exports.
-MODULES = ("nnx", "presets", "layouts", "weights")
+MODULES = ("nnx", "linen", "presets", "layouts", "weights")
 # Programs: what they say of themselves.
 PROGRAMS = ("doctor",)
 HEAD = """\

@@ -3,16 +3,20 @@
     make train                                    # Python's own standard library, about 2 minutes
     make train ARGS="--data my_text"              # any file or directory
     make train ARGS="--devices 4"                 # the same run on 4 simulated CPU devices
+    make train ARGS="--checkpoint out/run --resume"  # saved; goes on where it stopped
 
 `make train` runs this script with the checkout on PYTHONPATH; with the package and its extra
 `examples` installed, `python examples/train_lm.py` does the same.
 
 Prints the held-out loss beside the unigram entropy of the held-out bytes, and writes a loss curve,
-a CSV and a text sample below --out. Ctrl-C stops after the step in progress and reports.
+a CSV and a text sample below --out. Ctrl-C stops after the step in progress and reports; with
+--checkpoint it saves that step too, and --resume gives what an uninterrupted run would have.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import hashlib
 import math
 import pathlib
 import signal
@@ -23,6 +27,7 @@ import jax
 import numpy as np
 from flax import nnx
 from lm import data, report, training
+from lm.checkpoint import CheckpointError, Checkpoints, Settings
 from lm.model import LanguageModel, ModelConfig, generate
 from tqdm import tqdm
 
@@ -35,6 +40,8 @@ FINAL_EVALUATION_BATCHES = 16
 PROMPT = b"def "
 SAMPLE_BYTES = 300
 TEMPERATURE = 0.7
+# The arguments that the steps of a run and its record depend on; any devices may go on with it.
+OF_THE_RUN = "steps eval_every batch seq layers hidden intermediate experts choices learning_rate"
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
@@ -68,6 +75,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--precision", choices=PRECISIONS, help="default: bf16 on a GPU, float32 on a CPU")
     add("--backend", choices=BACKENDS, default="auto")
+    add("--checkpoint", type=pathlib.Path, help="a folder to save the run in")
+    add("--checkpoint-every", type=int, default=50, help="steps between two (%(default)s)")
+    add("--resume", action="store_true", help="go on with the run that --checkpoint holds, if any")
     return parser.parse_args(argv)
 
 
@@ -92,8 +102,8 @@ def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
 
 
 def check_sizes(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
-    positive = "steps eval_every batch seq layers hidden intermediate experts choices".split()
-    for name in positive:
+    positive = "steps eval_every batch seq layers hidden intermediate experts choices"
+    for name in (*positive.split(), "checkpoint_every"):
         if (value := getattr(args, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, but it is {value}.")
     multiples = (
@@ -106,6 +116,8 @@ def check_sizes(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
             raise UsageError(f"{name} must be a multiple of {unit}, {meaning}, but it is {value}.")
     if args.seed < 0:
         raise UsageError(f"--seed must be at least 0, but it is {args.seed}.")
+    if args.resume and args.checkpoint is None:
+        raise UsageError("--resume needs --checkpoint, the folder of the run to go on with.")
     if args.choices > args.experts:
         raise UsageError(f"--choices {args.choices} must be at most --experts {args.experts}.")
 
@@ -158,42 +170,79 @@ class StopRequest:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def settings_of(args: argparse.Namespace, config: ModelConfig, corpus: data.Corpus) -> Settings:
+    """What a run must share with the one that it goes on with."""
+    text = hashlib.sha256(corpus.train.tobytes() + corpus.held_out.tobytes()).hexdigest()
+    arguments = {name: getattr(args, name) for name in (*OF_THE_RUN.split(), "seed", "backend")}
+    return {**arguments, "precision": config.moe.precision, "sha256 of the text": text}
+
+
 def train(
-    args: argparse.Namespace, config: ModelConfig, corpus: data.Corpus, rows: list[report.Row]
+    args: argparse.Namespace,
+    config: ModelConfig,
+    corpus: data.Corpus,
+    checkpoints: Checkpoints | None,
+    rows: list[report.Row],
 ) -> LanguageModel:
     """Runs the steps under the mesh that is set, until Ctrl-C at most; appends a row for each.
 
     Raises:
       UsageError: the loss is not finite; `rows` then ends with that step.
+      CheckpointError: the run to go on with is another one.
     """
     model, optimizer = training.create(
         config, learning_rate=args.learning_rate, steps=args.steps, seed=args.seed
     )
-    with StopRequest() as stop, tqdm(total=args.steps, unit="step", mininterval=1.0) as bar:
-        for step in range(1, args.steps + 1):
+    if checkpoints:
+        rows += checkpoints.restore(model, optimizer)
+    done = len(rows)
+    with (
+        StopRequest() as stop,
+        tqdm(total=args.steps, initial=done, unit="step", mininterval=1.0) as bar,
+    ):
+        for step in range(done + 1, args.steps + 1):
             start = time.perf_counter()
             sequences = data.train_batch(corpus, args.seed, step, args.batch, args.seq)
             metrics = training.train_step(model, optimizer, sequences)
             loss, imbalance = float(metrics.loss), float(metrics.imbalance)
             tokens_per_s = args.batch * args.seq / (time.perf_counter() - start)
-            is_last = step == args.steps or stop.asked or not math.isfinite(loss)
-            held_out = None
-            if step % args.eval_every == 0 or is_last:
-                num_batches = FINAL_EVALUATION_BATCHES if is_last else EVALUATION_BATCHES
-                held_out = held_out_loss(model, corpus, args, num_batches)
-                bar.write(f"step {step}: held-out loss {held_out:.3f} nats per byte")
-                sys.stdout.flush()  # also into a file, as it happens
-            rows.append(report.Row(step, loss, held_out, tokens_per_s, imbalance))
+            rows.append(report.Row(step, loss, None, tokens_per_s, imbalance))
+            if step % args.eval_every == 0 and step < args.steps:
+                evaluate(model, corpus, args, EVALUATION_BATCHES, rows, bar)
             bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
             bar.update()
-            if not all(math.isfinite(value) for value in (loss, held_out or 0.0)):
-                raise UsageError(
-                    f"the loss became {loss} at step {step}, the held-out loss {held_out};"
-                    " try a lower --learning-rate."
-                )
+            check_finite(rows[-1])
+            is_last = step == args.steps or stop.asked
+            if checkpoints:
+                checkpoints.save(step, model, optimizer, rows, is_last)
             if is_last:
                 break
+        evaluate(model, corpus, args, FINAL_EVALUATION_BATCHES, rows, bar)
+        check_finite(rows[-1])
     return model
+
+
+def evaluate(
+    model: LanguageModel,
+    corpus: data.Corpus,
+    args: argparse.Namespace,
+    num_batches: int,
+    rows: list[report.Row],
+    bar: tqdm,
+) -> None:
+    """Puts the held-out loss into the last row and prints it."""
+    held_out = held_out_loss(model, corpus, args, num_batches)
+    rows[-1] = rows[-1]._replace(held_out_loss=held_out)
+    bar.write(f"step {rows[-1].step}: held-out loss {held_out:.3f} nats per byte")
+    sys.stdout.flush()  # also into a file, as it happens
+
+
+def check_finite(row: report.Row) -> None:
+    if not all(math.isfinite(value) for value in (row.train_loss, row.held_out_loss or 0.0)):
+        raise UsageError(
+            f"the loss became {row.train_loss} at step {row.step}, the held-out loss"
+            f" {row.held_out_loss}; try a lower --learning-rate."
+        )
 
 
 def held_out_loss(
@@ -234,9 +283,17 @@ def run(args: argparse.Namespace) -> int:
         flush=True,
     )
     rows: list[report.Row] = []
-    with jax.set_mesh(mesh):
+    with contextlib.ExitStack() as stack:
+        checkpoints = None
+        if args.checkpoint is not None:
+            settings = settings_of(args, config, corpus)
+            checkpoints = stack.enter_context(
+                Checkpoints(args.checkpoint, args.checkpoint_every, settings, args.resume)
+            )
+            print(f"checkpoints: {args.checkpoint}, from step {(checkpoints.latest or 0) + 1} on")
+        stack.enter_context(jax.set_mesh(mesh))
         try:
-            model = train(args, config, corpus, rows)
+            model = train(args, config, corpus, checkpoints, rows)
         finally:
             if rows:  # a run that never began leaves an earlier one's files alone
                 report.write_csv(rows, args.out / "loss.csv")
@@ -261,7 +318,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         return run(args)
-    except (UsageError, data.DataError) as error:
+    except (UsageError, data.DataError, CheckpointError) as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

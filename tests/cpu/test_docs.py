@@ -51,7 +51,7 @@ def run(program: str, name: str, folder: Path) -> subprocess.CompletedProcess[st
 
 
 def test_pages_with_programs_are_found() -> None:
-    assert {"README.md", "docs/routing.md"} <= set(PAGES)
+    assert {"README.md", "docs/module.md", "docs/routing.md"} <= set(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -35,7 +35,8 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
 _LEAVES = {"config", "validation", "_guard", "_ids", "plan", "memory", "reference", "_ffi"}
 _CALL = _LEAVES | {"_backend", "ops", "sharding"}
 _ROUTER = {"_router_checks", "_router_losses", "presets", "router"}
-_MODULES = _CALL | _ROUTER | {"nnx"}
+_LAYER = {"_layer", "_layer_checks"}
+_MODULES = _CALL | _ROUTER | _LAYER | {"nnx", "linen"}
 PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "validation": {"config"},
@@ -53,7 +54,10 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "_backend": {"config", "memory", "reference", "_ffi"},
     "ops": {"config", "validation", "_guard", "_ids", "_backend"},
     "sharding": _LEAVES | {"ops"},
-    "nnx": _CALL | _ROUTER,
+    "_layer": _CALL | _ROUTER,
+    "_layer_checks": {"config", "validation", "_router_checks", "_layer"},
+    "nnx": {"config", "validation"} | _LAYER,
+    "linen": {"config"} | _LAYER,
     "layouts": {"validation"},
     "weights": {"config", "validation", "layouts"},
     "__init__": _MODULES,
@@ -253,6 +257,7 @@ _LONG_FUNCTION = "def long():\n" + "    pass\n" * MAX_FUNCTION_LINES
         (import_faults, "jax_megamoe/ops.py", "import jax_megamoe.linen\n"),
         (import_faults, "jax_megamoe/sharding.py", "from jax_megamoe import mega_moe\n"),
         (import_faults, "jax_megamoe/nnx.py", "import jax_megamoe\n"),
+        (import_faults, "jax_megamoe/nnx.py", "from jax_megamoe.linen import MegaMoE\n"),
         (import_faults, "jax_megamoe/router.py", "from jax_megamoe import ops\n"),
         (import_faults, "jax_megamoe/misc.py", ""),
         (size_faults, "jax_megamoe/ops.py", "\n" * (MAX_FILE_LINES + 1)),
@@ -279,7 +284,7 @@ def test_each_violation_is_found(
         (include_faults, "cuda/ffi/forward.cc", '#include "xla/ffi/api/ffi.h"\n'),
         (include_faults, "cuda/plan/plan.cu", '#include "plan.h"\n#include <cuda_runtime.h>\n'),
         (assembly_faults, "cuda/ptx/sync.cuh", 'asm volatile("fence;");\n'),
-        (import_faults, "jax_megamoe/nnx.py", "from jax_megamoe import ops, router\n"),
+        (import_faults, "jax_megamoe/_layer.py", "from jax_megamoe import ops, router\n"),
         (import_faults, "jax_megamoe/ops.py", "import jax\nfrom jax_megamoe.config import Dims\n"),
         (size_faults, ".ci/locks/cpu.txt", "\n" * (MAX_FILE_LINES + 1)),
         (machine_path_faults, "README.md", "jax_megamoe/root/x and ~/home/me/x\n"),

@@ -1,55 +1,21 @@
 """The training example through its command line, on a tiny model and a small text."""
 
-import csv
-import os
 import re
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.training import command, environment, rows, train, write_text
+
 TINY = "--steps 24 --eval-every 8 --batch 8 --seq 32 --layers 2 --hidden 32 --intermediate 16"
 TINY = f"{TINY} --experts 4 --learning-rate 0.01".split()
 
 
-def command(*arguments):
-    return [sys.executable, str(ROOT / "examples" / "train_lm.py"), *map(str, arguments)]
-
-
-def environment():
-    """One simulated device unless --devices says more, whatever this process has."""
-    inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    added = {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONUNBUFFERED": "1",
-    }
-    return {**inherited, **added}
-
-
-def train(*arguments):
-    return subprocess.run(
-        command(*arguments), env=environment(), capture_output=True, text=True, timeout=600
-    )
-
-
-def rows(out):
-    with (out / "loss.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Counted sheep in three files: predictable, and more than one file to split."""
     folder = tmp_path_factory.mktemp("text")
-    for part in range(3):
-        lines = (f"{n} sheep jump over the fence.\n" for n in range(part * 300, part * 300 + 300))
-        (folder / f"part{part}.txt").write_text("".join(lines))
-    (folder / "image.bin").write_bytes(b"\0" * 5000)
+    write_text(folder)
     return folder
 
 
@@ -88,6 +54,7 @@ def test_four_devices_train_the_same_model(single, text, tmp_path):
 
 def test_interrupt_ends_cleanly_with_the_files_of_what_was_trained(text, tmp_path):
     arguments = ["--data", text, "--out", tmp_path, *TINY, "--steps", 100_000, "--eval-every", 1]
+    arguments += ["--checkpoint", tmp_path / "run", "--checkpoint-every", 100_000]
     process = subprocess.Popen(
         command(*arguments),
         env=environment(),
@@ -107,6 +74,7 @@ def test_interrupt_ends_cleanly_with_the_files_of_what_was_trained(text, tmp_pat
     assert "unigram entropy" in stdout
     assert rows(tmp_path)[-1]["held_out_loss"]
     assert (tmp_path / "loss.png").exists()
+    assert (tmp_path / "run" / str(len(rows(tmp_path)))).is_dir()  # to go on with
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):

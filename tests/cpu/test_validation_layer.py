@@ -1,4 +1,7 @@
-"""Misuse of the Flax NNX layer, refused before a parameter is drawn or a token is routed."""
+"""Misuse of the Flax layers, refused before a parameter is drawn or a token is routed.
+
+One table for both modules: they refuse the same, in the same words.
+"""
 
 import functools
 import math
@@ -11,18 +14,19 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
+from jax_megamoe import linen
 from jax_megamoe.config import RouterConfig
 from jax_megamoe.nnx import MegaMoE
 from tests.refusals import refusal, with_fields
 
 H, I, E, K = 16, 12, 8, 2
-GOOD = {
+GOOD: dict[str, Any] = {
     "hidden_size": H,
     "intermediate_size": I,
     "num_experts": E,
     "num_experts_per_token": K,
-    "rngs": nnx.Rngs(0),
 }
+MODULES = {"nnx": functools.partial(MegaMoE, rngs=nnx.Rngs(0)), "linen": linen.MegaMoE}
 
 AXIS = "the name of one mesh axis"
 AXES = "a tuple of names of mesh axes"
@@ -99,18 +103,51 @@ BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], type[Exception], str, str, str
         TypeError,
         "kernel_init",
         "a NoneType",
-        "an nnx.Initializer",
+        "an initializer",
     ),
-    "rngs a seed": ({"rngs": 0}, TypeError, "rngs", "a int", r"a flax\.nnx\.Rngs"),
+    "shared_intermediate_size None": (
+        {"shared_intermediate_size": None},
+        TypeError,
+        "shared_intermediate_size",
+        "None",
+        r"an int in 0\.\.",
+    ),
+    "shared_intermediate_size negative": (
+        {"shared_intermediate_size": -1},
+        ValueError,
+        "shared_intermediate_size",
+        "-1",
+        r"in 0\.\.",
+    ),
+    "shared_gate a number": (
+        {"shared_intermediate_size": 8, "shared_gate": 1},
+        TypeError,
+        "shared_gate",
+        r"1 \(int\)",
+        "True or False",
+    ),
+    "shared_gate of nothing": (
+        {"shared_gate": True},
+        ValueError,
+        "shared_gate",
+        "True with shared_intermediate_size = 0",
+        "False",
+    ),
 }
 
 
 @pytest.mark.parametrize("bad", BAD_CONSTRUCTION)
-def test_construction_refuses(bad):
+@pytest.mark.parametrize("name", MODULES)
+def test_construction_refuses(name, bad):
     change, error, argument, was, may_be = BAD_CONSTRUCTION[bad]
-    make = functools.partial(MegaMoE, **{**GOOD, **change})
+    make = functools.partial(MODULES[name], **{**GOOD, **change})
     with refusal(error, argument, was, may_be):
         make()
+
+
+def test_rngs_are_those_of_nnx():
+    with refusal(TypeError, "rngs", "a int", r"a flax\.nnx\.Rngs"):
+        MODULES["nnx"](**GOOD, rngs=0)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +160,12 @@ def test_construction_refuses(bad):
     ],
 )
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", MODULES)
 def test_construction_refuses_a_mesh_that_does_not_fit(
-    axis_type, mesh, options, argument, was, may_be
+    name, axis_type, mesh, options, argument, was, may_be
 ):
     devices = np.array(jax.devices()[: math.prod(mesh.values())]).reshape(*mesh.values())
-    make = functools.partial(MegaMoE, **{**GOOD, "expert_axis": "expert", **options})
+    make = functools.partial(MODULES[name], **{**GOOD, "expert_axis": "expert", **options})
     with (
         jax.set_mesh(Mesh(devices, tuple(mesh), axis_types=(axis_type,) * len(mesh))),
         refusal(ValueError, argument, was, may_be),
@@ -143,15 +181,22 @@ BAD_CALLS: dict[str, tuple[tuple[Any, ...], type[Exception], str, str, str]] = {
 }
 
 
+def call(name, *arguments, **options):
+    """A layer of either module is made and called."""
+    layer = MODULES[name](**GOOD, **options)
+    layer(*arguments) if name == "nnx" else layer.init(jax.random.key(0), *arguments)
+
+
 @pytest.mark.parametrize("bad", BAD_CALLS)
-def test_calls_refuse(bad):
+@pytest.mark.parametrize("name", MODULES)
+def test_calls_refuse(name, bad):
     arguments, error, argument, was, may_be = BAD_CALLS[bad]
     with refusal(error, argument, was, may_be):
-        MegaMoE(**GOOD)(*arguments)
+        call(name, *arguments)
 
 
-def test_integer_activations_are_refused_whatever_the_dtype():
+@pytest.mark.parametrize("name", MODULES)
+def test_integer_activations_are_refused_whatever_the_dtype(name):
     """A dtype= that casts them would hide token ids passed for embeddings."""
-    layer = MegaMoE(**GOOD, dtype=jnp.bfloat16)
     with refusal(TypeError, "x", "of dtype int32", "of a floating dtype"):
-        layer(jnp.ones((4, H), jnp.int32))
+        call(name, jnp.ones((4, H), jnp.int32), dtype=jnp.bfloat16)

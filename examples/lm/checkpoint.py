@@ -1,0 +1,104 @@
+"""Checkpoints of a run with Orbax, from which it goes on as if it had never stopped.
+
+What a step depends on is saved: parameters and optimizer state; the number of the step, which with
+the seed says what bytes it sees (`data.train_batch`); and the record so far. Arrays are saved
+whole, so a run may go on with other devices; the bits are those of an uninterrupted run where the
+devices are as many as before.
+"""
+
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+from lm.model import LanguageModel
+from lm.report import Row
+
+KEPT = 2
+
+Settings = dict[str, Any]
+
+
+class CheckpointError(Exception):
+    """The folder does not fit the run; the message is for the person at the terminal."""
+
+
+class Checkpoints:
+    """The checkpoints of one run in a folder: one every so many steps, the last KEPT of them.
+
+    Args:
+      folder: made if it is not there.
+      every: steps between two checkpoints.
+      settings: JSON values that a run must share with what it goes on from.
+      resume: whether the folder may hold checkpoints to go on from.
+
+    Raises:
+      CheckpointError: the folder holds checkpoints and `resume` is False, or cannot be made.
+    """
+
+    def __init__(self, folder: pathlib.Path, every: int, settings: Settings, resume: bool) -> None:
+        self._settings, self._every = settings, every
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"--checkpoint {folder} is no folder: {error}.") from error
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self.latest = self._manager.latest_step()
+        if self.latest is not None and not resume:
+            raise CheckpointError(
+                f"--checkpoint {folder} holds a run up to step {self.latest}; add --resume to go on"
+                " with it, or give another folder."
+            )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.close()
+
+    def save(
+        self,
+        step: int,
+        model: LanguageModel,
+        optimizer: nnx.Optimizer,
+        rows: list[Row],
+        is_last: bool,
+    ) -> None:
+        """Saves the state after `step` if it is time, or the last step of this process."""
+        if step % self._every and not is_last:
+            return
+        record = {"settings": self._settings, "rows": [list(row) for row in rows]}
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(nnx.state((model, optimizer))),
+            record=ocp.args.JsonSave(record),
+        )
+        self._manager.save(step, args=arguments, force=True)
+
+    def restore(self, model: LanguageModel, optimizer: nnx.Optimizer) -> list[Row]:
+        """Puts the latest state into `model` and `optimizer`, laid out as they are.
+
+        Returns the rows up to it; none where there is no checkpoint.
+
+        Raises:
+          CheckpointError: it is of a run with other settings.
+        """
+        if self.latest is None:
+            return []
+        saved = self._manager.restore(
+            self.latest, args=ocp.args.Composite(record=ocp.args.JsonRestore())
+        )["record"]
+        for name, value in self._settings.items():
+            if (was := saved["settings"].get(name)) != value:
+                raise CheckpointError(
+                    f"the run to resume had {name} = {was!r}, but this one has {value!r}."
+                )
+        state = nnx.state((model, optimizer))
+        target = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
+        )
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+        restored = self._manager.restore(self.latest, args=arguments)["state"]
+        nnx.update((model, optimizer), restored)
+        return [Row(*row) for row in saved["rows"]]
