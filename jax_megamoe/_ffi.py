@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import json
 import os
 import threading
 from collections.abc import Sequence
@@ -331,7 +332,8 @@ def _attributes(dims: Dims, config: MegaMoEConfig, axis_name: AxisName) -> dict[
 def _configuration(dims: Dims, config: MegaMoEConfig) -> np.int64:
     """What the ranks of a group must agree on, in 64 bits: those of both passes of a layer."""
     agreed = (*dataclasses.astuple(dims), config.precision, config.activation, config.combine_dtype)
-    digest = hashlib.blake2b(repr(agreed).encode(), digest_size=8).digest()
+    # Not repr: configs that are equal agree, whatever kind of str they hold.
+    digest = hashlib.blake2b(json.dumps(agreed).encode(), digest_size=8).digest()
     return np.int64(int.from_bytes(digest, "little", signed=True))
 
 

@@ -1,15 +1,19 @@
 """What the arguments of a router may be, and the words when they are something else."""
 
-import math
 import os
 import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_megamoe.config import MAX_CHOICES, MAX_EXPERTS, SCORED, SCORES, RouterConfig
 from jax_megamoe.validation import check_array, check_choice, check_flag, check_size, refuse
+
+# A positive float32, with all its bits.
+FLOAT32_LEAST = float(np.finfo(np.float32).tiny)
+FLOAT32_MOST = float(np.finfo(np.float32).max)
 
 
 def check_route(
@@ -55,8 +59,8 @@ def check_router_config(
     scale = config.scale
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         refuse(TypeError, f"{argument}.scale", f"{scale!r} ({type(scale).__name__})", "a float")
-    if not (math.isfinite(scale) and scale > 0):
-        refuse(ValueError, f"{argument}.scale", repr(scale), "finite and above 0")
+    if not FLOAT32_LEAST <= scale <= FLOAT32_MOST:
+        refuse(ValueError, f"{argument}.scale", repr(scale), "finite and above 0, as a float32")
     check_size(f"{argument}.num_groups", config.num_groups, num_experts)
     check_size(f"{argument}.num_chosen_groups", config.num_chosen_groups, config.num_groups)
     is_split = num_experts % config.num_groups == 0
@@ -116,8 +120,8 @@ def check_update(bias: Any, load: Any, speed: Any) -> None:
     if not (is_number or is_scalar):
         was = f"of type {type(speed).__name__}"
         refuse(TypeError, "speed", was, "a float, or a float32 jax.Array of shape ()")
-    if is_number and not (math.isfinite(speed) and speed >= 0):
-        refuse(ValueError, "speed", repr(speed), "finite and at least 0")
+    if is_number and not 0 <= speed <= FLOAT32_MOST:
+        refuse(ValueError, "speed", repr(speed), "finite and at least 0, as a float32")
 
 
 def warn_if_weights_are_constant(

@@ -57,7 +57,8 @@ def route(
     """Chooses `num_choices` experts for each token.
 
     All arithmetic is float32 whatever the dtype of `logits`. What ranks equal is chosen in the
-    order of expert ids, groups too, so repeated and recomputed calls agree.
+    order of expert ids, groups too, so repeated and recomputed calls agree. NaN ranks highest: a
+    logit that is NaN shows in the weights of its token.
 
     The losses and the load are over all tokens of the call: over the global batch when called on
     global arrays under jit; inside shard_map over the tokens of one rank, or, with `axis_name`,
@@ -180,7 +181,7 @@ def limit_to_groups(ranking: jax.Array, scores: jax.Array, config: RouterConfig)
     group stays above -inf, whatever the bias has made of it.
     """
     of_groups = scores.reshape(*scores.shape[:-1], config.num_groups, -1)
-    two_highest, _ = jax.lax.top_k(of_groups, 2)
+    two_highest, _ = jax.lax.top_k(_ordered(of_groups), 2)
     group_idx = _top(two_highest.sum(axis=-1), config.num_chosen_groups)
     is_chosen = _one_hot(group_idx, config.num_groups).any(axis=-2)
     is_eligible = jnp.repeat(is_chosen, of_groups.shape[-1], axis=-1)
@@ -214,8 +215,14 @@ def _normalize(weights: jax.Array) -> jax.Array:
 
 def _top(ranking: jax.Array, count: int) -> jax.Array:
     """int32 [..., count]: where float32 `ranking` is highest, in falling order; ties by index."""
-    ranking = jnp.where(ranking == 0, 0.0, ranking)  # top_k orders -0.0 below 0.0
-    return jax.lax.top_k(ranking, count, is_stable=True)[1]
+    return jax.lax.top_k(_ordered(ranking), count, is_stable=True)[1]
+
+
+def _ordered(ranking: jax.Array) -> jax.Array:
+    """float32 `ranking` for top_k, which orders -0.0 below 0.0, and a NaN by its sign: above all
+    else or below, and the sign depends on what has computed it."""
+    ranking = jnp.where(ranking == 0, 0.0, ranking)
+    return jnp.where(jnp.isnan(ranking), jnp.nan, ranking)
 
 
 def _one_hot(idx: jax.Array, size: int) -> jax.Array:

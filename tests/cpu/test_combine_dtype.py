@@ -157,6 +157,9 @@ def test_the_custom_call_says_it_and_all_ranks_must_agree() -> None:
     dims = Dims(T=8, K=2, E=8, R=2, H=64, I=64)
     configuration = functools.partial(_ffi._configuration, dims)
     assert configuration(MegaMoEConfig()) != configuration(MegaMoEConfig(**BF16_SUMS))
+    # Equal configs agree, whatever kind of str they hold.
+    other = MegaMoEConfig(combine_dtype=np.str_("bfloat16"))
+    assert configuration(other) == configuration(MegaMoEConfig(**BF16_SUMS))
     # One rank's call does not depend on it.
     assert lowered(1, "float32") == lowered(1, "bfloat16")
     assert "combine_dtype" not in lowered(1, "bfloat16")

@@ -133,6 +133,27 @@ def test_28_the_scale_is_applied_once():
     np.testing.assert_array_equal(np.asarray(y) + shared_output, 8.5)
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_sigmoid_of_nan_is_chosen_whatever_its_sign(biased, groups, bits):
+    """Alone it would be left out, or not, by how the sigmoid is computed: the sign says nothing."""
+    config = RouterConfig(
+        scores="sigmoid",
+        num_groups=groups,
+        renormalize=False,
+        selection_bias=biased,
+    )
+    logits = np.array([[3, 2, 1, 0, -1, -2, -3, 0]], np.float32).repeat(2, axis=0)
+    right = np.stack([logits[0, :2]] * 2)
+    logits[0, 7:] = np.array([bits], np.uint32).view(np.float32)
+    bias = jnp.zeros(8) if biased else None
+    routing = route(jnp.asarray(logits), 2, config, selection_bias=bias)
+    np.testing.assert_array_equal(routing.expert_idx, [[7, 0 if groups == 1 else 4], [0, 1]])
+    assert np.isnan(routing.expert_weight[0, 0]) and np.isfinite(routing.expert_weight[0, 1])
+    np.testing.assert_array_equal(routing.expert_weight[1], jax.nn.sigmoid(right[1]))
+
+
 @pytest.mark.parametrize("name", ["softmax_bias", "sigmoid", "deepseek"])
 def test_weights_that_vanish_are_no_nan(name):
     """All scores of a token below float32: its weights are 0, its gradients finite."""

@@ -245,6 +245,8 @@ UPDATE_REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]
     "load of none": ({"load": LOAD[:0]}, ValueError, "load", r"\(0,\)", r"\[E\]"),
     "speed negative": ({"speed": -0.1}, ValueError, "speed", "-0.1", "at least 0"),
     "speed NaN": ({"speed": float("nan")}, ValueError, "speed", "nan", "finite"),
+    "speed beyond float32": ({"speed": 1e39}, ValueError, "speed", r"1e\+39", "as a float32"),
+    "speed beyond float64": ({"speed": 10**400}, ValueError, "speed", "1000", "finite"),
     "speed a string": ({"speed": "fast"}, TypeError, "speed", "str", "a float"),
     "speed an array": ({"speed": ZEROS}, TypeError, "speed", "Array", "shape ()"),
 }

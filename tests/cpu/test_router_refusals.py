@@ -155,6 +155,27 @@ CONFIG_REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]
         "nan",
         "finite",
     ),
+    "scale beyond float32": (
+        {"config": RouterConfig(scale=1e39)},
+        ValueError,
+        "config.scale",
+        r"1e\+39",
+        "finite.*as a float32",
+    ),
+    "scale that float32 takes for 0": (
+        {"config": RouterConfig(scale=1e-46)},
+        ValueError,
+        "config.scale",
+        "1e-46",
+        "above 0, as a float32",
+    ),
+    "scale beyond float64": (
+        {"config": with_fields(RouterConfig(), scale=10**400)},
+        ValueError,
+        "config.scale",
+        "1000",
+        "finite",
+    ),
     "scale True": (
         {"config": with_fields(RouterConfig(), scale=True)},
         TypeError,
