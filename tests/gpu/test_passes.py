@@ -10,9 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_megamoe import memory_plan
-from jax_megamoe.config import Dims
 from jax_megamoe.plan import forward_steps, make_plan
-from tests import cases, compare, layer
+from tests import cases, compare, emulated, layer
 from tests.cases import BF16, F32, ROUTINGS, Batch, Results
 from tests.forward import poison_free_memory
 
@@ -40,15 +39,7 @@ def batch_of(size: tuple[int, ...], routing: str, dtype: np.dtype = BF16) -> Bat
 
 def passes(batch: Batch, pool_factor: float) -> list[int]:
     """How many each rank needs."""
-    (tokens, choices), (experts, hidden, intermediate) = batch.expert_idx.shape, batch.w_gate.shape
-    sizes: dict[str, Any] = {
-        "T": tokens // 2,
-        "K": choices,
-        "E": experts,
-        "H": hidden,
-        "I": intermediate,
-    }
-    dims = Dims(**sizes, R=2, pool_factor=pool_factor)
+    dims = emulated.dims_of(batch, 2, pool_factor)
     ids = batch.expert_idx.reshape(2, dims.T, dims.K)
     steps = forward_steps(dims)
     return [int(make_plan(ids, dims, rank, steps).totals[2]) for rank in range(2)]
@@ -110,36 +101,20 @@ def test_runs_in_turn_have_the_same_bits_whatever_memory_holds() -> None:
 
 def test_a_thousand_steps_of_one_pass_and_of_several() -> None:
     """The routes of each step go to the one rank, to the other, or to both."""
-    size = (512, 2, 4, 64, 64)
-    x, ids, *rest, _ = map(jnp.asarray, batch_of(size, "distinct"))
     op = layer.bind(axis_name="expert", backend="cuda", pool_factor=1.0)
 
-    def steps(x: Any, ids: Any, *rest: Any) -> Any:
-        def step(i: Any, x: Any) -> Any:
-            routes = jnp.where(i % 3 == 2, ids, ids % 2 + i % 3 * 2)
-            y = op(x, routes, *rest)
-            largest = jax.lax.pmax(jnp.max(jnp.abs(y)).astype(jnp.float32), "expert")
-            return (y / largest.astype(y.dtype) + 1).astype(x.dtype)
+    def step(i: Any, x: Any, ids: Any, *rest: Any) -> Any:
+        return op(x, jnp.where(i % 3 == 2, ids, ids % 2 + i % 3 * 2), *rest)
 
-        return jax.lax.fori_loop(0, 1000, step, x)
-
-    spec = PartitionSpec("expert")
-
-    def on(num_ranks: int) -> np.ndarray:
-        mesh = layer.expert_mesh(num_ranks)
-        run = jax.shard_map(steps, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return np.asarray(jax.jit(run)(x, ids, *rest))
-
-    found = on(2)
-    assert np.isfinite(found.astype(F32)).all()
-    compare.assert_bitwise(found, on(1), "x after 1,000 steps")
+    batch = batch_of((512, 2, 4, 64, 64), "distinct")
+    found, right = (layer.after_steps(step, batch, num_ranks) for num_ranks in (2, 1))
+    compare.assert_bitwise(found, right, "x after 1,000 steps")
 
 
 @pytest.mark.parametrize("pool_factor", [1.0, 1.25, 2.0])
 def test_the_program_takes_the_bytes_that_were_planned(pool_factor: float) -> None:
     """Those of the compiled program, which no routing changes."""
-    tokens, choices, experts, hidden, intermediate = size = (16384, 8, 128, 512, 256)
-    batch = batch_of(size, "rank 0")
+    batch = batch_of((16384, 8, 128, 512, 256), "rank 0")
     op = layer.bind(axis_name="expert", backend="cuda", pool_factor=pool_factor)
     spec, mesh = PartitionSpec("expert"), layer.expert_mesh(2)
     compiled = (
@@ -148,14 +123,9 @@ def test_the_program_takes_the_bytes_that_were_planned(pool_factor: float) -> No
         .compile()
     )
     analysis = compiled.memory_analysis()
-    sizes: dict[str, Any] = {
-        "T": tokens // 2,
-        "K": choices,
-        "E": experts,
-        "H": hidden,
-        "I": intermediate,
-    }
-    workspace = memory_plan(**sizes, R=2, pool_factor=pool_factor).workspace_bytes
+    d = emulated.dims_of(batch, 2, pool_factor)
+    planned = memory_plan(T=d.T, K=d.K, E=d.E, R=d.R, H=d.H, I=d.I, pool_factor=pool_factor)
+    workspace = planned.workspace_bytes
     assert analysis is not None
     assert workspace <= analysis.temp_size_in_bytes <= 1.01 * workspace + 2**26
     y = np.asarray(compiled(*map(jnp.asarray, batch[:6])))
