@@ -22,13 +22,16 @@ HEAD = """\
 
 `make docs` writes this page from the docstrings. Guides: [README](../README.md#pages).
 """
+# The module whose docstring has the letters of all shapes.
+DIMENSIONS = "config"
 
 Definition = ast.FunctionDef | ast.ClassDef
 
 
 def page() -> str:
     """The whole of docs/api.md."""
-    sections = [HEAD, *_package()]
+    key = ast.get_docstring(_parsed(DIMENSIONS)[0]) or ""
+    sections = [HEAD, f"## Dimensions\n\n{_fenced(key)}", *_package()]
     for module in MODULES:
         sections += _module(module)
     for program in PROGRAMS:
@@ -48,17 +51,25 @@ def _package() -> Iterator[str]:
     yield f"## jax_megamoe\n\n{ast.get_docstring(tree)}\n"
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
-            (alias,) = node.names
-            module = str(node.module).removeprefix("jax_megamoe.")
-            definitions = {d.name: d for d in _definitions(_parsed(module)[0])}
-            yield _entry("jax_megamoe", definitions[alias.name])
+            yield from _re_exports("jax_megamoe", node)
+
+
+def _re_exports(importer: str, node: ast.ImportFrom) -> Iterator[str]:
+    """The definitions that `from module import name as name` makes part of the importer."""
+    names = [alias.name for alias in node.names if alias.asname == alias.name]
+    if names:
+        source = str(node.module).removeprefix("jax_megamoe.")
+        definitions = {d.name: d for d in _definitions(_parsed(source)[0])}
+        yield from (_entry(importer, definitions[name]) for name in names)
 
 
 def _module(module: str) -> Iterator[str]:
     tree, lines = _parsed(module)
     yield f"## jax_megamoe.{module}\n\n{_fenced(ast.get_docstring(tree) or '')}"
     for node in tree.body:
-        if isinstance(node, Definition) and not node.name.startswith("_"):
+        if isinstance(node, ast.ImportFrom):
+            yield from _re_exports(f"jax_megamoe.{module}", node)
+        elif isinstance(node, Definition) and not node.name.startswith("_"):
             yield _entry(f"jax_megamoe.{module}", node)
         elif isinstance(node, ast.Assign):
             if (constant := _constant(node, lines)) is not None:

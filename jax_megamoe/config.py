@@ -47,7 +47,8 @@ class MegaMoEConfig:
       save: what the forward keeps for the backward beside its inputs. "none": nothing, g = x Wg and
         u = x Wu are computed again. "gate_up": both, [P, 2I] of each rank, bf16 as the backward
         rounds them, so that gradients are the same bits (float32 with precision="float32"). Under
-        `jax.checkpoint` it is kept where the policy saves the name `ops.GATE_UP_NAME`.
+        `jax.checkpoint` it is kept where the policy saves the name "megamoe_gate_up", which is
+        `jax_megamoe.ops.GATE_UP_NAME`.
       combine_dtype: in what each rank sends its experts' sum of a token, in y and in dx. "float32":
         as it is, so that no result depends on R. "bfloat16": rounded, half the bytes over NVLink;
         the same bits in every run, but others for each R. Where s_r is the sum of rank r, that
@@ -56,10 +57,10 @@ class MegaMoEConfig:
         where they cancel; by nothing where one rank has all routes of the token. All other
         gradients stay as they are, and nothing changes for R = 1.
       pool_factor: how much memory a rank has for rows of the tokens of R ranks: so many times the
-        T K rows that even routing gives it, finite and at least 1, or what any routing needs where
-        that is less. A rank that gets more works them off in several passes, to the same y, dx and
-        dw; weight gradients are then added up over the passes in float32, and may be rounded
-        otherwise. No effect with R = 1, nor in the reference backend.
+        T K rows that even routing gives it, 2 by default, finite and at least 1, or what any
+        routing needs where that is less. A rank that gets more works them off in several passes, to
+        the same y, dx and dw; weight gradients are then added up over the passes in float32, and
+        may be rounded otherwise. No effect with R = 1, nor in the reference backend.
       trainable_experts: False does no weight-gradient work; the three weights get zero gradients.
       return_counts: True also returns the number of rows of each local expert, int32 [E/R].
       debug_checks: True raises at run time for an expert id that is neither -1 nor in [0, E).
