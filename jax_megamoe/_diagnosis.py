@@ -217,7 +217,11 @@ def _advice(facts: Facts, question: Question, too_much: bool) -> list[str]:
     lines = []
     gpus, devices = facts.driver.gpus, facts.devices
     hoppers = [g for g in gpus if g.compute_capability == KERNEL_COMPUTE_CAPABILITY]
-    if not gpus and not devices:
+    if call_refusals(question.config, H=question.dims.H, I=question.dims.I):
+        lines.append("No machine runs the kernels for this call: change what its reasons name.")
+    elif not gpus and not devices and question.config.backend == "cuda":
+        lines.append('Run this call on a machine with an H100, H200 or GH200, or backend="auto".')
+    elif not gpus and not devices:
         lines.append(
             "Nothing is wrong here without a GPU: the reference runs everything, at the speed of "
             "the CPU. Run this program again on the machine with the H100, H200 or GH200."
