@@ -282,7 +282,11 @@ def unbuilt(nvcc: str) -> Facts:
     ("facts", "asked", "advice"),
     [
         (laptop(), {"H": 100}, "No machine runs the kernels for this call: change what its reas"),
-        (laptop(), {"backend": "cuda"}, "Run this call on a machine with an H100, H200 or GH200"),
+        (
+            laptop(),
+            {"config": {"backend": "cuda"}},
+            "Run this call on a machine with an H100, H200 or GH200",
+        ),
         (laptop(driver=hoppers().driver), {}, "JAX has no CUDA plugin: pip install 'jax_megamoe["),
         (
             hoppers(**HIDDEN, settings={"JAX_PLATFORMS": "cpu"}),
