@@ -46,7 +46,7 @@ test-gpu: need-hopper extension ## the GPU tests; no skip passes; GPUS=n declare
 	JAX_MEGAMOE_GPUS=$(GPUS) '$(PY)' -m pytest -m gpu $(ARGS)
 
 .PHONY: bench
-bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-path DIR" for layer.py
+bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-path DIR" for layer.py and latency.py
 	'$(PY)' benchmarks/plan.py --out benchmarks/results/plan.json
 	'$(PY)' benchmarks/fault_path.py --out benchmarks/results/fault_path.json
 	for pass in forward backward; do \
@@ -63,6 +63,7 @@ bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-
 	fi
 	'$(PY)' benchmarks/layer.py --out benchmarks/results/layer.json --png docs/layer.png $(ARGS)
 	'$(PY)' benchmarks/layer.py --set cliffs --out benchmarks/results/cliffs.json
+	'$(PY)' benchmarks/latency.py --out benchmarks/results/latency.json $(ARGS)
 	'$(PY)' benchmarks/training.py --out benchmarks/results/training.json --png docs/training.png
 	'$(PY)' benchmarks/model.py --docs docs/scaling.md
 

@@ -8,6 +8,7 @@ what their frameworks keep.
 import dataclasses
 import functools
 import gc
+import pathlib
 import sys
 import types
 from collections.abc import Callable
@@ -159,13 +160,21 @@ def _stand_in_for_xprof() -> None:
 
 
 def torch_grouped_mm(pass_name: str, _: str, arrays: list[jax.Array]) -> Run:
-    """Sort by expert, three grouped products, weighted index_add; compiled by torch.compile."""
     import torch  # pyright: ignore[reportMissingImports]
     from _torch_run import torch_run
 
     x, ids, w, *weights = (torch.from_dlpack(a) for a in arrays)
-    # grouped_mm reads weights with the inner dimension contiguous.
-    weights = [a.transpose(-2, -1).contiguous().transpose(-2, -1) for a in weights]
+    layer, weights = torch_layer(weights)
+    return torch_run(layer, pass_name, x, ids, w, *weights)
+
+
+def torch_layer(weights: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """Sort by expert, three grouped products, weighted index_add; compiled by torch.compile.
+
+    Returns:
+      The layer, and the weights as it takes them.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
 
     @functools.partial(torch.compile, dynamic=False, fullgraph=True)
     def layer(x: Any, ids: Any, w: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
@@ -180,7 +189,8 @@ def torch_grouped_mm(pass_name: str, _: str, arrays: list[jax.Array]) -> Run:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         return y.index_add(0, tokens, o).to(x.dtype)
 
-    return torch_run(layer, pass_name, x, ids, w, *weights)
+    # grouped_mm reads weights with the inner dimension contiguous.
+    return layer, [a.transpose(-2, -1).contiguous().transpose(-2, -1) for a in weights]
 
 
 IMPLEMENTATIONS = {
@@ -193,6 +203,15 @@ IMPLEMENTATIONS = {
         Implementation("lax_ragged_dot", lax_ragged_dot, ("activations",)),
     )
 }
+
+
+def use_peers(path: pathlib.Path | None) -> None:
+    """Lets peers be imported from a directory of packages; SystemExit where there is none."""
+    if path is None:
+        return
+    if not path.is_dir():
+        raise SystemExit(f"--peers-path {path}: there is no such directory")
+    sys.path.insert(0, str(path.resolve()))
 
 
 def release_memory() -> None:

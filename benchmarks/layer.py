@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch shares the device
 
 import jax
-from _implementations import IMPLEMENTATIONS, release_memory
+from _implementations import IMPLEMENTATIONS, release_memory, use_peers
 from _measured import MATMUL_SIZE, WEIGHTS, run_against_bound, run_beside_peers, variants
 from _ranks import (
     EXCHANGED,
@@ -187,10 +187,7 @@ def in_processes(options: argparse.Namespace, sets: Sequence[Sequence[Shape]]) -
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.peers_path:
-        if not options.peers_path.is_dir():
-            raise SystemExit(f"--peers-path {options.peers_path}: there is no such directory")
-        sys.path.insert(0, str(options.peers_path.resolve()))
+    use_peers(options.peers_path)
     sets = [SETS[name] for name in options.sets]
     num_devices = max(shape.R for shapes in sets for shape in shapes)
     if num_devices > 1 and not set(options.passes) <= set(PASSES):
