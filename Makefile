@@ -10,6 +10,8 @@ HOPPERS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/d
 ON_HOPPER := $(filter-out 0,$(HOPPERS))
 # GPUs that `make test-gpu` may rely on.
 GPUS ?= $(HOPPERS)
+# Processes that `make test` shares its tests between; 0: none beside pytest's own.
+WORKERS ?= $(shell nproc)
 
 ifeq ($(origin PYTHON),command line)
 PY := $(or $(shell realpath -s "$$(command -v '$(PYTHON)')" 2>/dev/null),$(error PYTHON=$(PYTHON) does not run))
@@ -37,8 +39,8 @@ train: extension ## train the example language model; ARGS="--data PATH ..."
 	'$(PY)' examples/train_lm.py $(ARGS)
 
 .PHONY: test
-test: env ## the tests that need no GPU; ARGS="-k name"
-	'$(PY)' -m pytest $(ARGS)
+test: env ## the tests that need no GPU, on every core; ARGS="-k name", WORKERS=n
+	'$(PY)' -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: DELAYS := ON
