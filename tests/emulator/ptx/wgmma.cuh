@@ -29,21 +29,24 @@ struct Operand {
   // Reads the elements (i, k) for all k, i its row or column.
   void Read(int i, float (&elements)[kProductK]) const {
     const uint8_t* shared = emulator::self->block->shared;
-    uint16_t bits[kProductK];
     if (is_k_major) {
       constexpr int kChunk = 8;  // the swizzle leaves 16 bytes together
       const uint32_t row = start + i / 8 * stride + i % 8 * 128;
+      uint16_t bits[kProductK];
       for (int k = 0; k < kProductK; k += kChunk) {
         std::memcpy(bits + k, shared + emulator::Swizzled(row + k * 2), kChunk * 2);
       }
-    } else {
-      const uint32_t column = start + i / 64 * leading + i % 64 * 2;
-      for (int k = 0; k < kProductK; ++k) {
-        const uint32_t address = column + k / 8 * stride + k % 8 * 128;
-        std::memcpy(bits + k, shared + emulator::Swizzled(address), 2);
-      }
+      for (int k = 0; k < kProductK; ++k) elements[k] = __uint_as_float(uint32_t{bits[k]} << 16);
+      return;
     }
-    for (int k = 0; k < kProductK; ++k) elements[k] = __uint_as_float(uint32_t{bits[k]} << 16);
+    const uint32_t column = start + i / 64 * leading + i % 64 * 2;
+#pragma GCC unroll 16
+    for (int k = 0; k < kProductK; ++k) {
+      uint16_t bits;
+      const uint32_t address = column + k / 8 * stride + k % 8 * 128;
+      std::memcpy(&bits, shared + emulator::Swizzled(address), sizeof(bits));
+      elements[k] = __uint_as_float(uint32_t{bits} << 16);
+    }
   }
 };
 
