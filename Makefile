@@ -93,14 +93,18 @@ format: env ## let ruff and clang-format rewrite the sources
 docs: env ## write docs/api.md anew from the docstrings
 	'$(PY)' docs/make_api.py
 
+CONFIGURE = cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE='$(PY)' \
+	-DMEGAMOE_REPORT=ON -DMEGAMOE_DELAYS=$(or $(DELAYS),OFF)
+
 .PHONY: compile
 compile: env ## every kernel for sm_90a: registers, shared memory; fails on spills and stack frames
-	'$(PY)' cuda/compile_lane.py $(ARGS)
+	$(CONFIGURE)
+	cmake --build build --target megamoe_kernels_cuda
+	'$(PY)' cuda/compile_lane.py build/CMakeFiles/megamoe_kernels_cuda.dir
 
 .PHONY: build
 build: env ## the extension, with CMake and nvcc, placed beside the package; DELAYS=ON: the test build too
-	cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE='$(PY)' \
-		-DMEGAMOE_DELAYS=$(or $(DELAYS),OFF)
+	$(CONFIGURE)
 	cmake --build build
 	@ls jax_megamoe/*.so
 
