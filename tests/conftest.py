@@ -180,8 +180,9 @@ def pytest_make_collect_report(
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker sends its notices to the process that shows them."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["notices"] = session.config.stash[_notices]
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["notices"] = session.config.stash[_notices]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -186,9 +186,8 @@ void Meet(Meeting& meeting, int threads) {
     ++meeting.turn;
     meeting.turned_at = num_warp_turns;
   }
-  WaitUntil([turn, &meeting] {
-    return meeting.turn != turn && meeting.turned_at != num_warp_turns;
-  });
+  WaitUntil(
+      [turn, &meeting] { return meeting.turn != turn && meeting.turned_at != num_warp_turns; });
 }
 
 // A device and the kernel that runs on it.

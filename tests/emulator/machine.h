@@ -100,9 +100,7 @@ void WaitUntil(const HasCome& has_come) {
   static_assert(std::is_trivially_copyable_v<HasCome> && sizeof(has_come) <= sizeof(self->awaited));
   if (has_come()) return;
   std::memcpy(self->awaited, &has_come, sizeof(has_come));
-  self->has_come = [](const void* awaited) {
-    return (*static_cast<const HasCome*>(awaited))();
-  };
+  self->has_come = [](const void* awaited) { return (*static_cast<const HasCome*>(awaited))(); };
   Yield();
   self->has_come = nullptr;
 }
