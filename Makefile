@@ -10,6 +10,8 @@ HOPPERS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/d
 ON_HOPPER := $(filter-out 0,$(HOPPERS))
 # GPUs that `make test-gpu` may rely on.
 GPUS ?= $(HOPPERS)
+# Processes that `make test` shares its tests between; 0: none beside pytest's own.
+WORKERS ?= $(shell nproc)
 
 ifeq ($(origin PYTHON),command line)
 PY := $(or $(shell realpath -s "$$(command -v '$(PYTHON)')" 2>/dev/null),$(error PYTHON=$(PYTHON) does not run))
@@ -37,8 +39,8 @@ train: extension ## train the example language model; ARGS="--data PATH ..."
 	'$(PY)' examples/train_lm.py $(ARGS)
 
 .PHONY: test
-test: env ## the tests that need no GPU; ARGS="-k name"
-	'$(PY)' -m pytest $(ARGS)
+test: env ## the tests that need no GPU, on every core; ARGS="-k name", WORKERS=n
+	'$(PY)' -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: DELAYS := ON
@@ -92,14 +94,18 @@ format: env ## let ruff and clang-format rewrite the sources
 docs: env ## write docs/api.md anew from the docstrings
 	'$(PY)' docs/make_api.py
 
+CONFIGURE = cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE='$(PY)' \
+	-DMEGAMOE_REPORT=ON -DMEGAMOE_DELAYS=$(or $(DELAYS),OFF)
+
 .PHONY: compile
 compile: env ## every kernel for sm_90a: registers, shared memory; fails on spills and stack frames
-	'$(PY)' cuda/compile_lane.py $(ARGS)
+	$(CONFIGURE)
+	cmake --build build --target megamoe_kernels_cuda
+	'$(PY)' cuda/compile_lane.py build/CMakeFiles/megamoe_kernels_cuda.dir
 
 .PHONY: build
 build: env ## the extension, with CMake and nvcc, placed beside the package; DELAYS=ON: the test build too
-	cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE='$(PY)' \
-		-DMEGAMOE_DELAYS=$(or $(DELAYS),OFF)
+	$(CONFIGURE)
 	cmake --build build
 	@ls jax_megamoe/*.so
 

@@ -1,37 +1,25 @@
 #!/usr/bin/env python3
-"""The compile lane: compiles every .cu file for sm_90a and judges what ptxas reports.
+"""The compile lane: judges what nvcc and ptxas printed for every .cu file of the extension.
 
-It needs nvcc and no GPU. A kernel that spills, that keeps a stack frame, or whose wgmma pipeline
-ptxas gave up on is several times slower and still right, so no test of values finds it; this does.
+It reads the reports that a build with MEGAMOE_REPORT left beside its objects; no GPU is needed. A
+kernel that spills, that keeps a stack frame, or whose wgmma pipeline ptxas gave up on is several
+times slower and still right, so no test of values finds it; this does.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 CUDA_DIR = Path(__file__).resolve().parent
 
-# What the lane adds to the build's own options.
-LANE_FLAGS = (
-    "-Xptxas=-v,-warn-spills,-warn-lmem-usage",
-    "-Werror=all-warnings",
-    "-Xcompiler=-Wall,-Wextra,-Werror",
-)
-
 # ptxas calls these remarks "info" and goes on: C7504 to C7507 a setmaxnreg it cannot honour, C7508
 # one it ignores, C7509 to C7515 and C7520 wgmma instructions that it serialises.
 FATAL_REMARKS = {*range(7504, 7516), 7520}
-
-_BUILD_OPTIONS = re.compile(r"\$<\$<COMPILE_LANGUAGE:CUDA>:(?P<options>[^>]*)>")
-_BUILD_STANDARD = re.compile(r"set\(CMAKE_CUDA_STANDARD (?P<standard>\d+)\)")
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
 _PROPERTIES = re.compile(r"Function properties for (?P<name>\S+)")
@@ -43,6 +31,8 @@ _REGISTERS = re.compile(r"Used (?P<registers>\d+) registers")
 _CUMULATIVE_STACK = re.compile(r"(?P<stack>\d+) bytes cumulative stack size")
 _SHARED = re.compile(r"(?P<shared>\d+) bytes smem")
 _REMARK = re.compile(r"\(C(?P<code>\d{4})\)")
+# Of nvcc, of ptxas and of the host's compiler.
+_WARNING = re.compile(r"\bwarning\b")
 
 
 @dataclasses.dataclass
@@ -63,32 +53,23 @@ class Function:
 
 @dataclasses.dataclass
 class Report:
-    """The functions of one translation unit, and ptxas's numbered remarks, one line each."""
+    """The functions of one translation unit; ptxas's numbered remarks and all warnings, one line
+    each."""
 
     functions: list[Function]
     remarks: list[str]
-
-
-def build_flags(cmake: str) -> list[str]:
-    """What a release build passes to nvcc, from the text of CMakeLists.txt.
-
-    Read there, so that the lane judges the code that users run. ValueError when the text states
-    no CUDA options or no CUDA standard in the form that is looked for.
-    """
-    options = _BUILD_OPTIONS.search(cmake)
-    standard = _BUILD_STANDARD.search(cmake)
-    if not options or not standard:
-        raise ValueError("CMakeLists.txt states no CUDA compile options, or no CUDA standard")
-    release = ["-O3", "-DNDEBUG"]
-    return [f"-std=c++{standard['standard']}", *release, *re.split(r"[\s;]+", options["options"])]
+    warnings: list[str]
 
 
 def parse(output: str) -> Report:
     """Reads what `nvcc -Xptxas -v` prints for one file and one architecture."""
     functions: dict[str, Function] = {}
     remarks: list[str] = []
+    warnings: list[str] = []
     entry = current = None
     for line in output.splitlines():
+        if _WARNING.search(line):
+            warnings.append(line.strip())
         if match := _REMARK.search(line):
             remarks.append(line.strip())
         elif match := _ENTRY.search(line):
@@ -108,7 +89,7 @@ def parse(output: str) -> Report:
             # A kernel without a frame of its own still pays for those of the functions it calls.
             if match := _CUMULATIVE_STACK.search(line):
                 entry.stack_bytes = max(entry.stack_bytes or 0, int(match["stack"]))
-    return Report(list(functions.values()), remarks)
+    return Report(list(functions.values()), remarks, warnings)
 
 
 def findings(report: Report) -> list[str]:
@@ -127,7 +108,8 @@ def findings(report: Report) -> list[str]:
     # Without this an unknown report format would read as "nothing wrong".
     if not any(function.is_kernel for function in report.functions):
         found.append("ptxas reported no kernel: kernels belong in .cu files, the rest in headers")
-    return found + [remark for remark in report.remarks if is_fatal(remark)]
+    fatal = [remark for remark in report.remarks if is_fatal(remark)]
+    return list(dict.fromkeys([*found, *fatal, *report.warnings]))
 
 
 def is_fatal(remark: str) -> bool:
@@ -161,56 +143,29 @@ def demangle(symbols: Sequence[str]) -> dict[str, str]:
     return dict(zip(symbols, result.stdout.splitlines(), strict=True))
 
 
-def compile_file(command: Sequence[str], source: Path) -> tuple[int, str]:
-    """Compiles one file into nothing; returns nvcc's exit status and all that it printed."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = subprocess.run(
-            [*command, "-c", str(source), "-o", str(Path(folder) / "lane.o")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
-    return result.returncode, result.stdout
-
-
-def judge_file(source: Path, status: int, output: str) -> list[str]:
+def judge_file(name: str, output: str) -> list[str]:
     """Prints one file's table and remarks; returns its findings."""
     report = parse(output)
-    print(f"== {source.relative_to(CUDA_DIR)}")
+    print(f"== {name}")
     print(table(report.functions, demangle([f.name for f in report.functions])))
     for remark in report.remarks:
         print(f"   {remark}")
-    found = findings(report) if report.functions or status == 0 else []
-    if status != 0:
-        print(output)
-        found.append(f"nvcc ended with status {status}")
-    return [f"{source.relative_to(CUDA_DIR)}: {finding}" for finding in found]
+    return [f"{name}: {finding}" for finding in findings(report)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--nvcc", default="nvcc", help="the compiler to run")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="files at a time")
-    parser.add_argument(
-        "--allow-missing-nvcc", action="store_true", help="pass, with a notice, without nvcc"
-    )
-    options = parser.parse_args(arguments)
-
-    if not shutil.which(options.nvcc):
-        print(f"compile lane not run: no {options.nvcc} on PATH")
-        return 0 if options.allow_missing_nvcc else 1
-    flags = build_flags((CUDA_DIR.parent / "CMakeLists.txt").read_text())
-    command = [options.nvcc, *flags, *LANE_FLAGS, f"-I{CUDA_DIR}"]
-    print(" ".join(command))
+    parser.add_argument("objects", type=Path, help="the folder of a build that has cuda/*/*.cu.o")
+    objects = parser.parse_args(arguments).objects
     sources = sorted(CUDA_DIR.rglob("*.cu"))
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        results = list(pool.map(lambda source: compile_file(command, source), sources))
-    found = [
-        finding
-        for source, (status, output) in zip(sources, results, strict=True)
-        for finding in judge_file(source, status, output)
-    ]
+    found = []
+    for source in sources:
+        name = source.relative_to(CUDA_DIR).as_posix()
+        report = objects / CUDA_DIR.name / f"{name}.o.report"
+        if report.exists():
+            found += judge_file(name, report.read_text())
+        else:
+            found.append(f"{name}: no report, so it is not built into the extension")
     if not sources:
         found.append(f"no .cu file under {CUDA_DIR.name}/: nothing was proved")
     for finding in found:

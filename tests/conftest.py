@@ -8,6 +8,9 @@ fails these tests.
 
 A GPU test that takes too long ends the whole process, with its stack: a kernel that never ends
 holds the call that waits for it, and neither a signal's handler nor an exception reaches that.
+
+With pytest-xdist, which `make test` uses, all this is true of each worker; their notices are shown
+once. Without it the tests run in one process.
 """
 
 import faulthandler
@@ -16,7 +19,7 @@ import os
 import re
 from collections.abc import Generator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 
@@ -52,7 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flag = f"--xla_force_host_platform_device_count={NUM_SIMULATED_DEVICES}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        # A worker inherits it.
+        os.environ["XLA_FLAGS"] = " ".join([*(f for f in flags if f != flag), flag])
 
     # Not before: JAX reads these variables on import.
     jax = importlib.import_module("jax")
@@ -173,6 +178,19 @@ def pytest_make_collect_report(
     return report
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker sends its notices to the process that shows them."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["notices"] = session.config.stash[_notices]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The end of a worker; one that crashed has sent nothing."""
+    node.config.stash[_notices] += getattr(node, "workeroutput", {}).get("notices", [])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for notice in terminalreporter.config.stash[_notices]:
+    for notice in dict.fromkeys(terminalreporter.config.stash[_notices]):
         terminalreporter.write_line(f"NOTICE {notice}", yellow=True)

@@ -8,7 +8,9 @@ those of all, one rank behind another.
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -38,6 +40,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = ROOT / "tests" / "ranks"
 # The ranks on one GPU; made with the test build.
 ONE_GPU = ROOT / "build" / "one_gpu"
+# The emulator's programs.
+BUILT = ROOT / "build" / "emulator"
 # By program, what it needs of cuda/host.
 HOST_SOURCES = {
     "main": ("backward", "forward", "layer", "peer_arrays", "tensor_map"),
@@ -76,34 +80,58 @@ def with_fault(number: int) -> Iterator[None]:
 
 @functools.cache
 def program(name: str) -> Path:
-    """Compiles a program of the emulator, once a process; skips the test without a compiler or
-    CUDA's headers, unless the machine declares them (JAX_MEGAMOE_NVCC=1)."""
+    """Compiles a program of the emulator, unless one of the same sources and options is in
+    `BUILT`; skips the test without a compiler or CUDA's headers, unless the machine declares them
+    (JAX_MEGAMOE_NVCC=1)."""
     compiler, headers = shutil.which("g++"), _cuda_headers()
     if not compiler or not headers:
         reason = "the emulated kernels need g++ and CUDA's headers"
         assert os.environ.get("JAX_MEGAMOE_NVCC") != "1", reason
         pytest.skip(reason)
-    folder = Path(tempfile.mkdtemp())
     emulator = ROOT / "tests" / "emulator"
     sources = [emulator / f"{name}.cc", emulator / "machine.cc"]
     sources += [RANKS / "calls.cc"] if name == "main" else []
     sources += [ROOT / "cuda" / "host" / f"{source}.cc" for source in HOST_SOURCES[name]]
     includes = [f"-I{emulator}", f"-I{RANKS}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
     command = [compiler, "-std=c++20", "-O2", "-DMEGAMOE_FAULTS", *includes, *map(str, sources)]
-    program = folder / name
-    result = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-4000:]
+    # All that the compiler reads, with the paths of its own headers, which say its version.
+    preprocessed = _compiled([*command, "-E"])
+    key = hashlib.sha256(repr(command).encode() + preprocessed).hexdigest()[:16]
+    program = BUILT / f"{name}-{key}"
+    BUILT.mkdir(parents=True, exist_ok=True)
+    # Of several processes one compiles, and the others wait for it.
+    with (BUILT / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not program.exists():
+            unfinished = program.with_suffix(".tmp")
+            _compiled([*command, "-o", str(unfinished)])
+            unfinished.rename(program)
     return program
 
 
-def _output(program: Path, arrays: Iterable[np.ndarray]) -> bytes:
-    """What a program writes when it gets the arrays."""
+def _compiled(command: Sequence[str]) -> bytes:
+    """What a compiler prints."""
+    result = subprocess.run(command, capture_output=True)
+    assert result.returncode == 0, result.stderr.decode()[-4000:]
+    return result.stdout
+
+
+def _output(program: Path, data: bytes) -> bytes:
+    """What a program writes when it gets the data."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / end for end in ("in", "out")]
-        paths[0].write_bytes(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
+        paths[0].write_bytes(data)
         run = subprocess.run([program, *paths], capture_output=True, text=True, timeout=600)
         assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
         return paths[1].read_bytes()
+
+
+# The same data give the same output, orders of events included; several tests compare with it.
+_emulated_output = functools.lru_cache(maxsize=16)(_output)
+
+
+def _bytes(arrays: Iterable[np.ndarray]) -> bytes:
+    return b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)
 
 
 def _split(raw: bytes, results: list[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
@@ -152,7 +180,7 @@ def plans(
         header += [step.tiles_m or 0, step.tiles_n, step.lag]
     header += [0] * 3 * (MAX_STEPS - len(steps))
     shapes = [*plan_shapes(dims, steps), (NUM_CLEARED,)] * num_plans
-    raw = _output(program("plan"), (np.array(header, np.int32), expert_idx))
+    raw = _emulated_output(program("plan"), _bytes((np.array(header, np.int32), expert_idx)))
     arrays = _split(raw, [(shape, np.dtype(np.int32)) for shape in shapes])
     found = []
     for p in range(num_plans):
@@ -354,7 +382,8 @@ def _run(
             arrays += [np.split(a, dims.R)[rank] for a in operands]
         results.append(call.results(dims))
     shapes = [result for of_call in results for result in of_call * dims.R]
-    raw = _output(ONE_GPU if one_gpu else program("main"), arrays)
+    data = _bytes(arrays)
+    raw = _output(ONE_GPU, data) if one_gpu else _emulated_output(program("main"), data)
     *found, failed_epochs = _split(raw, [*shapes, ((dims.R,), U32)])
     found_by_call = []
     for of_call in results:

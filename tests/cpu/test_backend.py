@@ -33,12 +33,12 @@ T, K, E, H, I = 16, 2, 8, 64, 64
 ONE_EACH = {"forward": 1, "backward": 1}
 SIZES = {"H": H, "I": I}
 POLICIES = jax.checkpoint_policies
-REMAT_POLICIES = (
-    None,
-    POLICIES.everything_saveable,
-    POLICIES.dots_saveable,
-    POLICIES.save_only_these_names(GATE_UP_NAME),
-)
+REMAT_POLICIES = {
+    "no policy": None,
+    "everything": POLICIES.everything_saveable,
+    "dots": POLICIES.dots_saveable,
+    "gate_up": POLICIES.save_only_these_names(GATE_UP_NAME),
+}
 
 
 def batch(*, hidden: int = H, dtype: np.dtype = F32) -> Batch:
@@ -212,7 +212,7 @@ def test_no_result_is_weakly_typed(backend: str) -> None:
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("nonlinear", [False, True])
-@pytest.mark.parametrize("policy", REMAT_POLICIES, ids=str)
+@pytest.mark.parametrize("policy", REMAT_POLICIES.values(), ids=REMAT_POLICIES)
 def test_remat_and_scan_treat_it_as_the_kernels(policy: Any, nonlinear: bool, save: str) -> None:
     x, ids, w, *weights, _ = map(jnp.asarray, batch())
     stack = [jnp.stack([a, -a]) for a in weights]

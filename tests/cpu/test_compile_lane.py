@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -79,12 +79,12 @@ ARRIVE_INJECTED = (
     "use of registers in GMMA in function '_Z6scalePf'\n" + CLEAN
 )
 
-CMAKE = """\
-set(CMAKE_CUDA_STANDARD 17)
-target_compile_options(kernels PRIVATE
-  $<$<COMPILE_LANGUAGE:CUDA>:-lineinfo -DX=1>
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall>)
-"""
+# Of nvcc's front end, of ptxas and of the host's compiler.
+WARNINGS = (
+    'kernel.cu(3): warning #177-D: variable "y" was declared but never referenced',
+    "ptxas warning : Local memory used for function '_Z6scalePf'",
+    "kernel.cu:7:5: warning: unused variable 'z' [-Wunused-variable]",
+)
 
 
 def test_clean_output_is_read_whole_and_passes() -> None:
@@ -106,6 +106,7 @@ def test_clean_output_is_read_whole_and_passes() -> None:
         (CALLEE_STACK, "_Z4callPf: keeps 64 bytes of stack"),
         (SERIALISED, "C7511"),
         (SETMAXNREG_IGNORED, "C7508"),
+        *((f"{warning}\n{CLEAN}", warning) for warning in WARNINGS),
         ("", "no kernel"),
         (CLEAN.replace("Used", "Needs"), "_Z6scalePf: ptxas's report is incomplete"),
         (CLEAN.replace("stack frame", "frame"), "_Z5twicef: ptxas's report is incomplete"),
@@ -129,18 +130,6 @@ def test_other_remarks_are_kept_and_pass(code: int) -> None:
     assert lane.findings(report) == []
 
 
-def test_flags_are_those_of_the_build() -> None:
-    flags = lane.build_flags((ROOT / "CMakeLists.txt").read_text())
-    assert "-gencode=arch=compute_90a,code=sm_90a" in flags
-    assert lane.build_flags(CMAKE) == ["-std=c++17", "-O3", "-DNDEBUG", "-lineinfo", "-DX=1"]
-
-
-@pytest.mark.parametrize("lost", ["CUDA>", "CMAKE_CUDA_STANDARD"])
-def test_flags_that_are_not_found_are_an_error(lost: str) -> None:
-    with pytest.raises(ValueError, match=r"CMakeLists\.txt states no CUDA"):
-        lane.build_flags(CMAKE.replace(lost, ""))
-
-
 def test_table_has_one_line_per_kernel() -> None:
     lines = lane.table(lane.parse(CLEAN).functions, {"_Z4copyPf": "copy"}).splitlines()
     assert [re.split(r"\s{2,}", line.strip()) for line in lines[1:]] == [
@@ -149,42 +138,44 @@ def test_table_has_one_line_per_kernel() -> None:
     ]
 
 
-def _fake_nvcc(folder: Path, output: str, status: int) -> str:
-    """A compiler that prints a given report; the lane's own judgement is under test."""
-    (folder / "report").write_text(output)
-    script = folder / "nvcc"
-    script.write_text(f"#!/bin/sh\ncat '{folder}/report' >&2\nexit {status}\n")
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    return str(script)
-
-
 @pytest.fixture
-def cuda_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cuda/ of a project whose CMakeLists.txt is CMAKE."""
-    (tmp_path / "CMakeLists.txt").write_text(CMAKE)
-    folder = tmp_path / "cuda"
-    folder.mkdir()
-    monkeypatch.setattr(lane, "CUDA_DIR", folder)
-    return folder
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an empty cuda/, where a build has its objects too."""
+    (tmp_path / "cuda").mkdir()
+    monkeypatch.setattr(lane, "CUDA_DIR", tmp_path / "cuda")
+    return tmp_path
+
+
+def _compile(project: Path, output: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a compiler that prints a given report, as the build runs nvcc."""
+    (project / "cuda" / "kernel.cu").write_text("__global__ void scale(float*);\n")
+    (project / "output").write_text(output)
+    compiler = ["sh", "-c", f"cat output; exit {status}", "nvcc", "-c", "-o", "cuda/kernel.cu.o"]
+    command = [ROOT / "cuda" / "keep_report.sh", *compiler, "-x", "cu"]
+    return subprocess.run(command, cwd=project, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
-    ("output", "nvcc_status", "lane_status"),
-    [(CLEAN, 0, 0), (STACK_FRAME, 0, 1), (SETMAXNREG_IGNORED, 0, 1), (CLEAN, 2, 1), ("", 0, 1)],
+    ("output", "lane_status"), [(CLEAN, 0), (STACK_FRAME, 1), (SETMAXNREG_IGNORED, 1), ("", 1)]
 )
-def test_exit_status(
-    cuda_dir: Path, tmp_path: Path, output: str, nvcc_status: int, lane_status: int
-) -> None:
-    (cuda_dir / "kernel.cu").write_text("__global__ void scale(float*);\n")
-    assert lane.main(["--nvcc", _fake_nvcc(tmp_path, output, nvcc_status)]) == lane_status
+def test_exit_status(project: Path, output: str, lane_status: int) -> None:
+    result = _compile(project, output)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert lane.main([str(project)]) == lane_status
 
 
-@pytest.mark.usefixtures("cuda_dir")
-def test_no_source_fails(tmp_path: Path) -> None:
-    assert lane.main(["--nvcc", _fake_nvcc(tmp_path, CLEAN, 0)]) == 1
+def test_a_compiler_that_fails_is_heard(project: Path) -> None:
+    result = _compile(project, "no such type", status=2)
+    assert (result.returncode, result.stderr) == (2, "no such type")
 
 
-def test_missing_nvcc_fails_unless_it_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lane.main(["--nvcc", "no-such-nvcc"]) == 1
-    assert lane.main(["--nvcc", "no-such-nvcc", "--allow-missing-nvcc"]) == 0
-    assert capsys.readouterr().out == "compile lane not run: no no-such-nvcc on PATH\n" * 2
+def test_a_file_without_a_report_fails(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The build does not know it."""
+    _compile(project, CLEAN)
+    (project / "cuda" / "other.cu").touch()
+    assert lane.main([str(project)]) == 1
+    assert "FAILED other.cu: no report" in capsys.readouterr().out
+
+
+def test_no_source_fails(project: Path) -> None:
+    assert lane.main([str(project)]) == 1

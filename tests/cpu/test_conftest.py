@@ -75,11 +75,17 @@ def run_suite(folder: Path, *options: str, suite: str = SUITE) -> subprocess.Com
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_gpu_tests_are_left_out_with_a_notice(tmp_path: Path) -> None:
-    result = run_suite(tmp_path)
+@pytest.mark.parametrize(
+    ("options", "passed"), [((), "1 passed, 2 deselected"), (("-n", "2"), "1 passed")]
+)
+def test_gpu_tests_are_left_out_with_a_notice(
+    tmp_path: Path, options: tuple[str, ...], passed: str
+) -> None:
+    """One, also of two workers."""
+    result = run_suite(tmp_path, *options)
     assert result.returncode == 0, result.stdout
-    assert "1 passed, 2 deselected" in result.stdout
-    assert "NOTICE 2 GPU tests not run" in result.stdout
+    assert passed in result.stdout
+    assert result.stdout.count("NOTICE 2 GPU tests not run") == 1
 
 
 @pytest.mark.parametrize("declared", [False, True])
@@ -140,6 +146,15 @@ def test_a_test_that_hangs_ends_the_process(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "test_quick PASSED" in result.stdout and "test_hangs[0] PASSED" in result.stdout
     assert "test_hangs[100] PASSED" not in result.stdout and "test_behind" not in result.stdout
+    assert "Timeout" in result.stderr and "in test_hangs" in result.stderr
+
+
+def test_a_worker_that_hangs_fails_the_run(tmp_path: Path) -> None:
+    """It is replaced, and the others go on."""
+    result = run_suite(tmp_path, "-v", "-n", "1", suite=HANGING_SUITE)
+    assert result.returncode == 1
+    assert "FAILED tests/test_suite.py::test_hangs[100]" in result.stdout
+    assert "1 failed, 3 passed" in result.stdout
     assert "Timeout" in result.stderr and "in test_hangs" in result.stderr
 
 

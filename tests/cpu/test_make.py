@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Says how it was called: with "-m pytest", which arguments and modules it saw.
 PYTHON = '#!/bin/sh\necho "$0 ran $* for $PYTHONPATH"\n'
 
+ON_EVERY_CORE = f"-n {len(os.sched_getaffinity(0))} --dist worksteal"
+
 
 def write_script(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True)
@@ -45,7 +47,7 @@ def test_own_environment(checkout: Path) -> None:
     write_script(python, PYTHON)
     result = make_test(checkout)
     assert result.returncode == 0, result.stderr
-    assert f"{python} ran -m pytest -k plan for {checkout}" in result.stdout
+    assert f"{python} ran -m pytest {ON_EVERY_CORE} -k plan for {checkout}" in result.stdout
 
 
 @pytest.mark.parametrize("place", ["an environment/bin/python", "environment/bin/python"])
@@ -54,7 +56,7 @@ def test_given_environment(checkout: Path, tmp_path: Path, place: str) -> None:
     write_script(python, PYTHON)
     result = make_test(checkout, f"PYTHON={python}")
     assert result.returncode == 0, result.stderr
-    assert f"{python} ran -m pytest -k plan for {checkout}" in result.stdout
+    assert f"{python} ran -m pytest {ON_EVERY_CORE} -k plan for {checkout}" in result.stdout
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "/no where/python", "", "/"])

@@ -15,6 +15,8 @@ int64_t num_rounds = 0;
 namespace {
 
 constexpr size_t kStackBytes = 64 << 10;
+constexpr size_t kCacheLineBytes = 64;
+constexpr size_t kPageBytes = 4096;
 // A round gives each warp one turn, on average. No test needs nearly so many.
 constexpr int64_t kMaxRounds = 300'000;
 
@@ -53,10 +55,14 @@ char* TakeStack() {
     free_stacks.pop_back();
     return stack;
   }
-  void* memory =
-      mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  // Stacks at equal distances would all have their ends, which every switch touches, in the same
+  // sets of the caches: they begin at other pages and at other lines of a page.
+  static size_t num_stacks = 0;
+  const size_t line = num_stacks++ % (kPageBytes / kCacheLineBytes);
+  void* memory = mmap(nullptr, kStackBytes + kPageBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) Fail("no memory for stacks");
-  return static_cast<char*>(memory);
+  return static_cast<char*>(memory) + line * kCacheLineBytes;
 }
 
 std::unique_ptr<Fiber> MakeFiber(Block* block, int thread) {
@@ -116,7 +122,7 @@ int RunWarp(Grid& grid, size_t warp) {
   ++num_warp_turns;
   for (int lane = 0; lane < kWarpThreads; ++lane) {
     self = grid.fibers[warp * kWarpThreads + lane].get();
-    if (self->ended) continue;
+    if (self->ended || (self->has_come != nullptr && !self->has_come(self->awaited))) continue;
     SwitchStack(&scheduler_stack_pointer, self->stack_pointer);
     ended += self->ended;
   }
@@ -180,7 +186,8 @@ void Meet(Meeting& meeting, int threads) {
     ++meeting.turn;
     meeting.turned_at = num_warp_turns;
   }
-  while (meeting.turn == turn || meeting.turned_at == num_warp_turns) Yield();
+  WaitUntil(
+      [turn, &meeting] { return meeting.turn != turn && meeting.turned_at != num_warp_turns; });
 }
 
 // A device and the kernel that runs on it.

@@ -70,6 +70,9 @@ struct Store {
 using StoreGroup = std::vector<std::shared_ptr<Store>>;
 
 struct Fiber {
+  // What it waits for, a function of `awaited`; null: nothing.
+  bool (*has_come)(const void* awaited) = nullptr;
+  alignas(void*) uint8_t awaited[32];
   void* stack_pointer;
   char* stack;
   bool ended = false;
@@ -90,6 +93,17 @@ constexpr uint64_t kRoundNs =
 
 // Lets others run.
 void Yield();
+// Lets others run until has_come(). It is asked at each turn without a switch to this thread's
+// stack, so what it needs is copied.
+template <typename HasCome>
+void WaitUntil(const HasCome& has_come) {
+  static_assert(std::is_trivially_copyable_v<HasCome> && sizeof(has_come) <= sizeof(self->awaited));
+  if (has_come()) return;
+  std::memcpy(self->awaited, &has_come, sizeof(has_come));
+  self->has_come = [](const void* awaited) { return (*static_cast<const HasCome*>(awaited))(); };
+  Yield();
+  self->has_come = nullptr;
+}
 // Runs `work` at a random later moment.
 void Later(std::function<void()> work);
 // What a device has to do: a kernel, in every thread of so many blocks, or, of 0 blocks, something

@@ -36,7 +36,7 @@ inline bool BarrierTest(uint32_t barrier, uint32_t parity) {
   return emulator::BarrierAt(emulator::self->block, barrier)->phase != parity;
 }
 inline void BarrierWait(uint32_t barrier, uint32_t parity) {
-  while (!BarrierTest(barrier, parity)) emulator::Yield();
+  emulator::WaitUntil([=] { return BarrierTest(barrier, parity); });
 }
 
 inline void LetNextKernelStart() {}

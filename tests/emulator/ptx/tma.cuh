@@ -93,16 +93,14 @@ inline void StoreCommit() {
 
 // Waits until `flag` of all stores is set, but for those of the last `pending` groups.
 inline void WaitForStores(size_t pending, bool emulator::Store::* flag) {
-  const auto& groups = emulator::self->store_groups;
-  const auto all_set = [&] {
+  emulator::WaitUntil([pending, flag, &groups = emulator::self->store_groups] {
     for (size_t i = 0; i + pending < groups.size(); ++i) {
       for (const auto& store : groups[i]) {
         if (!((*store).*flag)) return false;
       }
     }
     return true;
-  };
-  while (!all_set()) emulator::Yield();
+  });
 }
 template <int kPending>
 void StoreWaitRead() {

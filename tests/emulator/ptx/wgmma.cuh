@@ -13,41 +13,65 @@ inline void WgmmaCommit() {
   emulator::self->open_products.clear();
 }
 
-// Element (i, k) of an operand, i its row or column, as the hardware finds it from a descriptor.
-inline float OperandAt(uint64_t descriptor, int major, int i, int k) {
-  const uint32_t start = (descriptor & 0x3fff) << 4;
-  const uint32_t leading = (descriptor >> 16 & 0x3fff) << 4;
-  const uint32_t stride = (descriptor >> 32 & 0x3fff) << 4;
-  const uint32_t k_major = i / 8 * stride + i % 8 * 128 + k * 2;
-  const uint32_t mn_major = i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2;
-  const uint32_t address = start + (major == static_cast<int>(Major::kK) ? k_major : mn_major);
-  uint16_t bits;
-  std::memcpy(&bits, emulator::SharedAt(emulator::self->block, emulator::Swizzled(address)), 2);
-  return __uint_as_float(uint32_t{bits} << 16);
-}
+constexpr int kProductK = 16;
 
-// The thread's elements of a product of 16 k.
+// An operand as the hardware finds it from a descriptor.
+struct Operand {
+  uint32_t start, leading, stride;
+  bool is_k_major;
+
+  Operand(uint64_t descriptor, int major)
+      : start((descriptor & 0x3fff) << 4),
+        leading((descriptor >> 16 & 0x3fff) << 4),
+        stride((descriptor >> 32 & 0x3fff) << 4),
+        is_k_major(major == static_cast<int>(Major::kK)) {}
+
+  // Reads the elements (i, k) for all k, i its row or column.
+  void Read(int i, float (&elements)[kProductK]) const {
+    const uint8_t* shared = emulator::self->block->shared;
+    if (is_k_major) {
+      constexpr int kChunk = 8;  // the swizzle leaves 16 bytes together
+      const uint32_t row = start + i / 8 * stride + i % 8 * 128;
+      uint16_t bits[kProductK];
+      for (int k = 0; k < kProductK; k += kChunk) {
+        std::memcpy(bits + k, shared + emulator::Swizzled(row + k * 2), kChunk * 2);
+      }
+      for (int k = 0; k < kProductK; ++k) elements[k] = __uint_as_float(uint32_t{bits[k]} << 16);
+      return;
+    }
+    const uint32_t column = start + i / 64 * leading + i % 64 * 2;
+#pragma GCC unroll 16
+    for (int k = 0; k < kProductK; ++k) {
+      uint16_t bits;
+      const uint32_t address = column + k / 8 * stride + k % 8 * 128;
+      std::memcpy(&bits, shared + emulator::Swizzled(address), sizeof(bits));
+      elements[k] = __uint_as_float(uint32_t{bits} << 16);
+    }
+  }
+};
+
+// The thread's elements of a product: of each 8 columns two, in two rows, next to each other in d.
 inline void Multiply(const emulator::Product& p) {
-  constexpr int kK = 16;
+  using Elements = float __attribute__((vector_size(16)));
   const int thread = emulator::self->thread % 128;
   const int row = thread / 32 * 16 + thread % 32 / 4;
   const int column = thread % 4 * 2;
-  float a[2][kK];
-  for (int r = 0; r < 2; ++r) {
-    for (int k = 0; k < kK; ++k) a[r][k] = OperandAt(p.a, p.major_a, row + 8 * r, k);
-  }
+  const Operand operand_a(p.a, p.major_a), operand_b(p.b, p.major_b);
+  float a[2][kProductK], b[2][kProductK];
+  for (int r = 0; r < 2; ++r) operand_a.Read(row + 8 * r, a[r]);
   for (int j = 0; j < p.columns / 8; ++j) {
-    for (int c = 0; c < 2; ++c) {
-      float sums[2] = {0, 0};
-      for (int k = 0; k < kK; ++k) {
-        const float b = OperandAt(p.b, p.major_b, 8 * j + column + c, k);
-        for (int r = 0; r < 2; ++r) sums[r] += a[r][k] * b;
-      }
-      for (int r = 0; r < 2; ++r) {
-        float& d = p.d[4 * j + 2 * r + c];
-        d = p.accumulate ? d + sums[r] : sums[r];
-      }
+    for (int c = 0; c < 2; ++c) operand_b.Read(8 * j + column + c, b[c]);
+    Elements sums = {};
+    for (int k = 0; k < kProductK; ++k) {
+      sums += Elements{a[0][k], a[0][k], a[1][k], a[1][k]} *
+              Elements{b[0][k], b[1][k], b[0][k], b[1][k]};
     }
+    if (p.accumulate) {
+      Elements d;
+      std::memcpy(&d, p.d + 4 * j, sizeof(d));
+      sums = d + sums;
+    }
+    std::memcpy(p.d + 4 * j, &sums, sizeof(sums));
   }
 }
 template <int kPending>
