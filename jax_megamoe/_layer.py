@@ -139,7 +139,8 @@ def apply_layer(
     )
     routes = (routing.expert_idx, routing.expert_weight)
     weights = (values["w_gate"], values["w_up"], values["w_down"])
-    options = dataclasses.asdict(layer.config)
+    # Not asdict, which would make a dict of the activation, too.
+    options = {f.name: getattr(layer.config, f.name) for f in dataclasses.fields(layer.config)}
     if layer.expert_axis is None:
         y = mega_moe(x, *routes, *weights, **options)
     else:
