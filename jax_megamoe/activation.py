@@ -30,7 +30,8 @@ class GatedUnit(NamedTuple):
 def gated_unit(activation: str | ClampedSwiGLU) -> GatedUnit:
     """The constants of an activation of `MegaMoEConfig`."""
     if isinstance(activation, ClampedSwiGLU):
-        return GatedUnit(alpha=activation.alpha, limit=activation.limit, offset=1.0)
+        alpha, limit = float(activation.alpha), float(activation.limit)
+        return GatedUnit(alpha=alpha, limit=limit, offset=1.0)
     # (1 + tanh(z)) / 2 = sigmoid(2 z).
     alpha = 2 * math.sqrt(2 / math.pi)
     return {"swiglu": GatedUnit(), "geglu": GatedUnit(alpha=alpha, beta=0.044715 * alpha)}[
