@@ -2,6 +2,7 @@
 
 from jax_megamoe._backend import reason_for_reference as reason_for_reference
 from jax_megamoe._ffi import check_faults as check_faults
+from jax_megamoe.config import ClampedSwiGLU as ClampedSwiGLU
 from jax_megamoe.config import MegaMoEConfig as MegaMoEConfig
 from jax_megamoe.config import RouterConfig as RouterConfig
 from jax_megamoe.memory import MemoryPlan as MemoryPlan

@@ -17,24 +17,31 @@ from jax.interpreters import mlir
 from jax_megamoe import _ffi, reference
 from jax_megamoe.config import KERNEL_MULTIPLE, Dims, MegaMoEConfig
 from jax_megamoe.memory import gate_up_array
+from jax_megamoe.validation import lacking_in_kernels
 
 Array = jax.Array
 
 
-def reason_for_reference(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -> str:
+def reason_for_reference(
+    config: MegaMoEConfig, *, H: int, I: int, R: int = 1, expert_bias: bool = False
+) -> str:
     """Why a call on a GPU of this process runs the reference; "" when it runs the kernels.
 
     Also "" when it asks for the kernels by name. Values are not checked here; the call does that.
 
     Args:
       H: hidden size. I: intermediate size of an expert. R: ranks that share the experts.
+      expert_bias: whether the experts have biases.
     """
     if config.backend == "cuda":
         return ""
-    return next(iter(call_refusals(config, H=H, I=I, R=R)), "") or _ffi.missing()
+    refusals = call_refusals(config, H=H, I=I, R=R, expert_bias=expert_bias)
+    return next(iter(refusals), "") or _ffi.missing()
 
 
-def call_refusals(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -> list[str]:
+def call_refusals(
+    config: MegaMoEConfig, *, H: int, I: int, R: int = 1, expert_bias: bool = False
+) -> list[str]:
     """What "auto" finds in a call to run the reference for, on any machine; [] for nothing."""
     refusals = {
         'backend="reference" asks for it': config.backend == "reference",
@@ -44,7 +51,11 @@ def call_refusals(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -> list[
             H % KERNEL_MULTIPLE or I % KERNEL_MULTIPLE
         ),
     }
-    return [why for why, holds in refusals.items() if holds]
+    lacking = lacking_in_kernels(config, expert_bias=expert_bias)
+    return [
+        *(why for why, holds in refusals.items() if holds),
+        *(f"the kernels have no {one.what} yet" for one in lacking),
+    ]
 
 
 def forward(
@@ -55,7 +66,7 @@ def forward(
     keep_gate_up: bool,
 ) -> tuple[Array, ...]:
     """As `reference.forward`, with the sums of the backend that runs."""
-    if _is_open(dims, config):
+    if _is_open(dims, config, arrays[3:]):
         x, *_ = arrays
         results = [
             _ffi.result_type(x, (dims.T, dims.H), x.dtype),
@@ -76,26 +87,28 @@ def backward(
     axis_name: str | None,
     gate_up: Array | None,
 ) -> tuple[Array, ...]:
-    """As `reference.backward`, the gradients of the weights in their dtype."""
-    _, x, *_, w_gate, w_up, w_down = arrays
+    """As `reference.backward`, the gradients of weights and biases in their dtypes."""
+    _, x, _, _, *experts = arrays
     takes_gate_up = gate_up is not None
     operands = arrays if gate_up is None else (*arrays, gate_up)
-    if _is_open(dims, config):
+    if _is_open(dims, config, experts):
         results = [
             _ffi.result_type(x, (dims.T, dims.H), x.dtype),
             _ffi.result_type(x, (dims.T, dims.K), jnp.float32),
         ]
         if config.trainable_experts:
-            results += [_ffi.result_type(x, w.shape, w.dtype) for w in (w_gate, w_up, w_down)]
+            results += [_ffi.result_type(x, a.shape, a.dtype) for a in experts]
         return _bind(_backward_on, operands, results, dims, config, takes_gate_up)
     options = {"dims": dims, "axis_name": axis_name, "keep_gate_up": takes_gate_up}
     return _run(_backward_on, config, operands, **options)
 
 
-def _is_open(dims: Dims, config: MegaMoEConfig) -> bool:
+def _is_open(dims: Dims, config: MegaMoEConfig, experts: Sequence[Array]) -> bool:
     """Whether the platform decides. Then R is 1, and no pass talks to another rank."""
-    is_auto = config.backend == "auto"
-    return is_auto and not reason_for_reference(config, H=dims.H, I=dims.I, R=dims.R)
+    if config.backend != "auto":
+        return False
+    sizes, expert_bias = {"H": dims.H, "I": dims.I, "R": dims.R}, len(experts) > 3
+    return not reason_for_reference(config, **sizes, expert_bias=expert_bias)
 
 
 def _run(
@@ -131,7 +144,7 @@ def _program(f: Callable[..., Any], *static: Any, **options: Any) -> Callable[..
 
 def _forward_on(backend: str, *arrays: Array, **options: Any) -> tuple[Array, ...]:
     run = _ffi.forward_call if backend == "cuda" else reference.forward
-    return run(*arrays, **options)
+    return run(*_float32_biases(arrays, 6), **options)
 
 
 def _backward_on(
@@ -141,9 +154,14 @@ def _backward_on(
     gate_up = arrays[-1] if keep_gate_up else None
     arrays = arrays[:-1] if keep_gate_up else arrays
     run = _ffi.backward_call if backend == "cuda" else reference.backward
-    dx, dw, *dw_experts = run(*arrays, gate_up=gate_up, **options)
-    weights = arrays[-len(dw_experts) :] if dw_experts else ()
-    return dx, dw, *(d.astype(w.dtype) for d, w in zip(dw_experts, weights, strict=True))
+    dx, dw, *d_experts = run(*_float32_biases(arrays, 7), gate_up=gate_up, **options)
+    experts = arrays[4:] if d_experts else ()
+    return dx, dw, *(d.astype(a.dtype) for d, a in zip(d_experts, experts, strict=True))
+
+
+def _float32_biases(arrays: Sequence[Array], first: int) -> list[Array]:
+    """The arrays of a pass, of which those from `first` on are biases, if it has any."""
+    return [*arrays[:first], *(a.astype(jnp.float32) for a in arrays[first:])]
 
 
 _pass_p = Primitive("mega_moe_pass")

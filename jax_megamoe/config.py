@@ -10,7 +10,7 @@ One dimension key serves the whole project, in annotations, comments and error m
 import dataclasses
 
 PRECISIONS = ("bf16", "float32")
-ACTIVATIONS = ("swiglu",)
+ACTIVATIONS = ("swiglu", "geglu")
 BACKENDS = ("auto", "cuda", "reference")
 SAVES = ("none", "gate_up")
 COMBINE_DTYPES = ("float32", "bfloat16")
@@ -34,18 +34,33 @@ KERNEL_MULTIPLE = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedSwiGLU:
+    """gpt-oss's activation: g' sigmoid(alpha g') (u' + 1), with g' = min(g, limit) and u' = u
+    within -limit and limit. Where a clamp holds, no gradient passes it.
+
+    Attributes:
+      alpha: finite in float32; 1.702 makes g sigmoid(alpha g) an approximation of gelu.
+      limit: likewise, positive.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MegaMoEConfig:
     """The static choices of one call; hashable, so that it can key a compilation.
 
     Attributes:
       precision: "bf16" rounds operands and intermediates where the bf16 kernels do and accumulates
         in float32; "float32" rounds nowhere and exists in the reference backend only.
-      activation: "swiglu", silu(x Wg) * (x Wu).
+      activation: h of g = x Wg and u = x Wu, biases included. "swiglu": silu(g) u. "geglu":
+        gelu(g) u, in gelu's tanh form, as `jax.nn.gelu` by default. Or a `ClampedSwiGLU`.
       backend: "cuda" (the kernels), "reference" (pure JAX, any platform) or "auto": the kernels in
         a program that is lowered for CUDA, where `reason_for_reference` finds none, and else the
         reference.
-      save: what the forward keeps for the backward beside its inputs. "none": nothing, g = x Wg and
-        u = x Wu are computed again. "gate_up": both, [P, 2I] of each rank, bf16 as the backward
+      save: what the forward keeps for the backward beside its inputs. "none": nothing, g and u are
+        computed again. "gate_up": both, [P, 2I] of each rank, bf16 as the backward
         rounds them, so that gradients are the same bits (float32 with precision="float32"). Under
         `jax.checkpoint` it is kept where the policy saves the name "megamoe_gate_up", which is
         `jax_megamoe.ops.GATE_UP_NAME`.
@@ -61,13 +76,13 @@ class MegaMoEConfig:
         routing needs where that is less. A rank that gets more works them off in several passes, to
         the same y, dx and dw; weight gradients are then added up over the passes in float32, and
         may be rounded otherwise. No effect with R = 1, nor in the reference backend.
-      trainable_experts: False does no weight-gradient work; the three weights get zero gradients.
+      trainable_experts: False does no weight-gradient work; weights and biases get zero gradients.
       return_counts: True also returns the number of rows of each local expert, int32 [E/R].
       debug_checks: True raises at run time for an expert id that is neither -1 nor in [0, E).
     """
 
     precision: str = "bf16"
-    activation: str = "swiglu"
+    activation: str | ClampedSwiGLU = "swiglu"
     backend: str = "auto"
     save: str = "none"
     combine_dtype: str = "float32"

@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name_fwd
 from jax_megamoe import _backend
 from jax_megamoe._guard import guard
 from jax_megamoe._ids import after_check, canonical_ids, checked
-from jax_megamoe.config import POOL_FACTOR, Dims, MegaMoEConfig
-from jax_megamoe.validation import check_call
+from jax_megamoe.config import POOL_FACTOR, ClampedSwiGLU, Dims, MegaMoEConfig
+from jax_megamoe.validation import check_call, given_biases
 
 Array = jax.Array
 ArrayLike = jax.Array | np.ndarray
@@ -28,9 +28,12 @@ def mega_moe(
     w_up: ArrayLike,
     w_down: ArrayLike,
     *,
+    b_gate: ArrayLike | None = None,
+    b_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
     axis_name: str | None = None,
     precision: str = "bf16",
-    activation: str = "swiglu",
+    activation: str | ClampedSwiGLU = "swiglu",
     backend: str = "auto",
     save: str = "none",
     combine_dtype: str = "float32",
@@ -41,9 +44,9 @@ def mega_moe(
 ) -> Array | tuple[Array, Array]:
     """What a mixture-of-experts layer does after routing: y_t = sum_k w_tk MLP_{e_tk}(x_t).
 
-    MLP_e(x) = (silu(x Wg_e) * (x Wu_e)) Wd_e. Differentiable once, in reverse mode, in x,
-    expert_weight and the three weights; the residuals are the inputs and what `save` adds. Dropless
-    at any skew.
+    MLP_e(x) = (silu(g) * u) Wd_e + bd_e with g = x Wg_e + bg_e and u = x Wu_e + bu_e, or another
+    `activation` of g and u. Differentiable once, in reverse mode, in x, expert_weight, weights and
+    biases; the residuals are the inputs and what `save` adds. Dropless at any skew.
 
     Args:
       x: [..., H] bf16 or float32: the tokens of this device, with any leading dimensions.
@@ -52,6 +55,9 @@ def mega_moe(
       expert_weight: [..., K] bf16 or float32: the router's weights.
       w_gate, w_up: [E/R, H, I] bf16 or float32: the experts of this rank, input before output.
       w_down: [E/R, I, H], of w_gate's dtype.
+      b_gate, b_up: [E/R, I] bf16 or float32, of one dtype, which may be another than the weights':
+        the experts' biases. b_down: [E/R, H], likewise. All three or none. They are added to
+        float32 products and not rounded before.
       axis_name: the mesh axis over which the experts are split, R = its size, one of 1, 2, 4, 8;
         None: all experts are here. Rank r holds the experts [r E/R, (r + 1) E/R).
       precision, activation, backend, save, combine_dtype, pool_factor, trainable_experts,
@@ -77,7 +83,9 @@ def mega_moe(
         return_counts=return_counts,
         debug_checks=debug_checks,
     )
-    y, counts = apply(config, axis_name, x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    biases = given_biases(b_gate, b_up, b_down)
+    arrays = (x, expert_idx, expert_weight, w_gate, w_up, w_down, *biases)
+    y, counts = apply(config, axis_name, *arrays)
     return (y, counts) if return_counts else y
 
 
@@ -90,7 +98,7 @@ def apply(
     """`mega_moe` with its static choices as one value; always returns (y, counts).
 
     Args:
-      arrays: x, expert_idx, expert_weight, w_gate, w_up, w_down.
+      arrays: x, expert_idx, expert_weight, w_gate, w_up, w_down and, with biases, these.
       kept: what `apply_keeping` returned for the same arrays; the backward then takes it from there
         and the forward keeps nothing again.
     """
@@ -125,14 +133,10 @@ def _on_rows(
     x: ArrayLike,
     expert_idx: ArrayLike,
     expert_weight: ArrayLike,
-    w_gate: ArrayLike,
-    w_up: ArrayLike,
-    w_down: ArrayLike,
+    *experts: ArrayLike,
 ) -> tuple[Array, ...]:
     """Judges the arguments and gives them to op(dims, *arrays) as rows [T, ...]; y as x was."""
-    dims = check_call(
-        x, expert_idx, expert_weight, w_gate, w_up, w_down, config=config, axis_name=axis_name
-    )
+    dims = check_call(x, expert_idx, expert_weight, *experts, config=config, axis_name=axis_name)
     if config.debug_checks:
         expert_idx = checked(expert_idx, num_experts=dims.E)
     ids = canonical_ids(expert_idx, num_experts=dims.E)
@@ -140,15 +144,15 @@ def _on_rows(
         jnp.asarray(x).reshape(dims.T, dims.H),
         ids.reshape(dims.T, dims.K),
         jnp.asarray(expert_weight).reshape(dims.T, dims.K),
-        *map(jnp.asarray, (w_gate, w_up, w_down)),
+        *map(jnp.asarray, experts),
     )
     if dims.T == 0:
         # Not x itself: XLA fails on an empty array that passes through a shard_map.
         y, counts = jnp.zeros(x.shape, x.dtype), jnp.zeros((dims.experts_per_rank,), jnp.int32)
         return tuple(vary_alike(y, counts, *arrays)[:2])
     if config.debug_checks:
-        x_rows, ids, w, *weights = arrays
-        arrays = [after_check(x_rows, ids), ids, after_check(w, ids), *weights]
+        x_rows, ids, w, *rest = arrays
+        arrays = [after_check(x_rows, ids), ids, after_check(w, ids), *rest]
     y, *rest = op(dims, *arrays)
     return jnp.reshape(y, x.shape), *rest
 
@@ -171,7 +175,8 @@ def name_kept(kept: Sequence[Array]) -> tuple[Array, ...]:
 def _forward(
     dims: Dims, config: MegaMoEConfig, axis_name: str | None, *arrays: Array, keep: bool
 ) -> tuple[Array, ...]:
-    """arrays: x [T, H], expert_idx int32 [T, K], expert_weight [T, K], w_gate, w_up, w_down.
+    """arrays: x [T, H], expert_idx int32 [T, K], expert_weight [T, K], the experts' weights and, if
+    they have any, biases.
 
     Returns y, counts and, with keep, g and u, [P, 2I], in the order of the backend.
     """
@@ -211,17 +216,17 @@ def _mega_moe_bwd(
     cotangents: tuple[ArrayLike, object],
 ):
     arrays, kept = residuals
-    _, expert_idx, expert_weight, *_ = arrays
+    _, expert_idx, expert_weight, *experts = arrays
     (dy,) = guard(jnp.asarray(cotangents[0]), backend=config.backend)
     dy = after_check(dy, expert_idx) if config.debug_checks else dy
     gate_up = kept[0] if kept else None
-    dx, dw, *dw_experts = _backend.backward(
+    dx, dw, *d_experts = _backend.backward(
         dy, *arrays, dims=dims, config=config, axis_name=axis_name, gate_up=gate_up
     )
     no_gradient = np.zeros(expert_idx.shape, jax.dtypes.float0)
     if not config.trainable_experts:
-        dw_experts = [None] * 3
-    return None, dx, no_gradient, dw.astype(expert_weight.dtype), *dw_experts
+        d_experts = [None] * len(experts)
+    return None, dx, no_gradient, dw.astype(expert_weight.dtype), *d_experts
 
 
 _mega_moe = jax.custom_vjp(_evaluate, nondiff_argnums=(0, 1, 2))

@@ -9,11 +9,13 @@ The order of summation (the contract):
   * a token's routes to experts of one block are added in float32 in choice order, from 0;
   * the B block sums of a token are added by a fixed balanced binary tree, of which a rank holds a
     whole subtree; the root is rounded once to the dtype of the result;
-  * dW adds whole tiles in float32, rows ordered by (source rank, token, choice).
+  * dW, and likewise the gradient of a bias, adds whole tiles in float32, rows ordered by
+    (source rank, token, choice).
 Hence y, dx and dW are bitwise equal for every R that splits the same global batch.
 
 Roundings of precision="bf16" (none in precision="float32"): x, dy and the weights on entry; h and o
-in the forward; g, u, d(g, u), w h and the rows of dx in the backward; y and dx at the root. With
+in the forward; g, u, d(g, u), w h and the rows of dx in the backward; y and dx at the root. Biases
+are not: they are added to float32 products, before g, u and o are rounded. With
 combine_dtype="bfloat16" and several ranks also each rank's sum of a token, in both passes, which
 depends on how many ranks there are.
 """
@@ -25,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_megamoe.activation import gated, gated_unit, gated_with_gradients
 from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
 
 Array = jax.Array
@@ -41,6 +44,17 @@ class _Rows(NamedTuple):
     slot_block: Array  # int32 [S] local block of a slot; -1 for a slot that is not local
 
 
+class _Experts(NamedTuple):
+    """What the experts of this rank are made of, in float32; biases None: there are none."""
+
+    w_gate: Array  # [L, H, I]
+    w_up: Array  # [L, H, I]
+    w_down: Array  # [L, I, H]
+    b_gate: Array | None  # [L, I]
+    b_up: Array | None  # [L, I]
+    b_down: Array | None  # [L, H]
+
+
 class _Tile(NamedTuple):
     """TILE_ROWS consecutive pool rows of one expert."""
 
@@ -53,10 +67,7 @@ def forward(
     x: Array,
     expert_idx: Array,
     expert_weight: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
-    *,
+    *experts: Array,
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: str | None,
@@ -68,7 +79,8 @@ def forward(
       x: [T, H] bf16 or float32.
       expert_idx: int32 [T, K]; an id outside [0, E) is no route.
       expert_weight: [T, K] bf16 or float32.
-      w_gate, w_up: [E/R, H, I] bf16 or float32. w_down: [E/R, I, H].
+      experts: w_gate, w_up [E/R, H, I] and w_down [E/R, I, H], bf16 or float32; then, with biases,
+        b_gate, b_up [E/R, I] and b_down [E/R, H], float32.
 
     Returns:
       y [T, H] in the dtype of x, and the rows of each local expert, int32 [E/R]; with keep_gate_up
@@ -79,16 +91,15 @@ def forward(
     xs, ids, ws = (
         _gather(a, axis_name) for a in (round_(_f32(x)), expert_idx, _f32(expert_weight))
     )
-    w_gate, w_up, w_down = (round_(_f32(w)) for w in (w_gate, w_up, w_down))
-    rows = _arrange(ids, dims, axis_name)
+    of = _experts(experts, config)
+    rows, unit = _arrange(ids, dims, axis_name), gated_unit(config.activation)
 
     def tile(i: Array, carry: list[Array]) -> list[Array]:
         pool, *gate_up = carry
         t = _tile(rows, i)
-        x_rows = _take(xs, t, dims.K)
-        g = _dot(x_rows, w_gate[t.expert])
-        u = _dot(x_rows, w_up[t.expert])
-        o = round_(_dot(round_(jax.nn.silu(g) * u), w_down[t.expert]))
+        g, u = _gate_up(_take(xs, t, dims.K), of, t.expert)
+        h = round_(gated(unit, g, u))
+        o = round_(_plus(_dot(h, of.w_down[t.expert]), of.b_down, t.expert))
         pool = _put_rows(pool, i, _slot_weight(ws, t) * o)
         return [pool, *(_put_gate_up(a, i, g, u) for a in gate_up)]
 
@@ -105,10 +116,7 @@ def backward(
     x: Array,
     expert_idx: Array,
     expert_weight: Array,
-    w_gate: Array,
-    w_up: Array,
-    w_down: Array,
-    *,
+    *experts: Array,
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: str | None,
@@ -121,59 +129,72 @@ def backward(
 
     Returns:
       dx [T, H] in the dtype of x, d(expert_weight) float32 [T, K] and, if config.trainable_experts,
-      dw_gate, dw_up float32 [E/R, H, I] and dw_down float32 [E/R, I, H]. The weight gradients are
-      this rank's sums over the tokens of all R ranks.
+      the gradient of each of `experts`, float32: this rank's sums over the tokens of all R ranks.
     """
     round_ = _rounding(config.precision)
     dys, xs, ids, ws = (
         _gather(a, axis_name)
         for a in (round_(_f32(dy)), round_(_f32(x)), expert_idx, _f32(expert_weight))
     )
-    w_gate, w_up, w_down = (round_(_f32(w)) for w in (w_gate, w_up, w_down))
-    rows = _arrange(ids, dims, axis_name)
+    of = _experts(experts, config)
+    rows, unit = _arrange(ids, dims, axis_name), gated_unit(config.activation)
 
     # Computed again in a loop of its own: so what follows is one program, and gives the same bits.
-    pool = _recompute(xs, rows, w_gate, w_up, dims, config) if gate_up is None else gate_up
+    pool = _recompute(xs, rows, of, dims, config) if gate_up is None else gate_up
 
     def tile(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        dx_pool, dw_pool, *dw_experts = carry
+        dx_pool, dw_pool, *d_experts = carry
         t = _tile(rows, i)
         x_rows, dy_rows, w = _take(xs, t, dims.K), _take(dys, t, dims.K), _slot_weight(ws, t)
         g, u = jnp.split(_f32(_tile_rows(pool, i)), 2, axis=1)
-        dh = _dot(dy_rows, w_down[t.expert], transpose_b=True)
-        sigmoid = jax.nn.sigmoid(g)
-        h = g * sigmoid * u
+        dh = _dot(dy_rows, of.w_down[t.expert], transpose_b=True)
+        h, dg, du = gated_with_gradients(unit, g, u, w * dh)
         dw = jnp.sum(h * dh, axis=1, keepdims=True)
-        dg = round_(w * dh * u * sigmoid * (1 + g * (1 - sigmoid)))
-        du = round_(w * dh * g * sigmoid)
-        dx = _dot(dg, w_gate[t.expert], transpose_b=True)
-        dx = round_(dx + _dot(du, w_up[t.expert], transpose_b=True))
-        if dw_experts:
+        if of.b_down is not None:
+            dw += jnp.sum(dy_rows * of.b_down[t.expert][None], axis=1, keepdims=True)
+        dg, du = round_(dg), round_(du)
+        dx = _dot(dg, of.w_gate[t.expert], transpose_b=True)
+        dx = round_(dx + _dot(du, of.w_up[t.expert], transpose_b=True))
+        if d_experts:
             dg, du, wh = (jnp.where(t.is_row, a, 0) for a in (dg, du, round_(w * h)))
-            products = (_dot_t(x_rows, dg), _dot_t(x_rows, du), _dot_t(wh, dy_rows))
-            dw_experts = [a.at[t.expert].add(p) for a, p in zip(dw_experts, products, strict=True)]
-        return (_put_rows(dx_pool, i, dx), _put_rows(dw_pool, i, dw), *dw_experts)
+            terms = [_dot_t(x_rows, dg), _dot_t(x_rows, du), _dot_t(wh, dy_rows)]
+            if of.b_down is not None:
+                terms += [jnp.sum(a, axis=0) for a in (dg, du, w * dy_rows)]
+            d_experts = [a.at[t.expert].add(term) for a, term in zip(d_experts, terms, strict=True)]
+        return (_put_rows(dx_pool, i, dx), _put_rows(dw_pool, i, dw), *d_experts)
 
-    weights = (w_gate, w_up, w_down) if config.trainable_experts else ()
-    shapes = [(dims.most_rows, dims.H), (dims.most_rows, 1), *(w.shape for w in weights)]
+    trained = experts if config.trainable_experts else ()
+    shapes = [(dims.most_rows, dims.H), (dims.most_rows, 1), *(a.shape for a in trained)]
     carry = tuple(_zeros_like_vma(shape, xs) for shape in shapes)
-    dx_pool, dw_pool, *dw_experts = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
+    dx_pool, dw_pool, *d_experts = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
     dx = round_(_combine(dx_pool, rows, dims, config, axis_name))
     dw = jnp.where(rows.slot_block >= 0, dw_pool[rows.slot_row, 0], 0)
     dw = _exchange(dw.reshape(dims.R, dims.T, dims.K), axis_name)
-    return dx.astype(x.dtype), dw, *dw_experts
+    return dx.astype(x.dtype), dw, *d_experts
 
 
-def _recompute(
-    xs: Array, rows: _Rows, w_gate: Array, w_up: Array, dims: Dims, config: MegaMoEConfig
-) -> Array:
+def _experts(experts: tuple[Array, ...], config: MegaMoEConfig) -> _Experts:
+    """The experts of a call, as products and sums take them."""
+    round_, biases = _rounding(config.precision), experts[3:] or (None,) * 3
+    return _Experts(*(round_(_f32(w)) for w in experts[:3]), *biases)
+
+
+def _gate_up(x_rows: Array, of: _Experts, expert: Array) -> tuple[Array, Array]:
+    """g and u of the rows of a tile, float32 [TILE_ROWS, I]."""
+    g = _plus(_dot(x_rows, of.w_gate[expert]), of.b_gate, expert)
+    return g, _plus(_dot(x_rows, of.w_up[expert]), of.b_up, expert)
+
+
+def _plus(product: Array, bias: Array | None, expert: Array) -> Array:
+    return product if bias is None else product + bias[expert][None]
+
+
+def _recompute(xs: Array, rows: _Rows, of: _Experts, dims: Dims, config: MegaMoEConfig) -> Array:
     """g beside u of every pool row, [P, 2I], as `forward` keeps them."""
 
     def tile(i: Array, pool: Array) -> Array:
         t = _tile(rows, i)
-        x_rows = _take(xs, t, dims.K)
-        g, u = _dot(x_rows, w_gate[t.expert]), _dot(x_rows, w_up[t.expert])
-        return _put_gate_up(pool, i, g, u)
+        return _put_gate_up(pool, i, *_gate_up(_take(xs, t, dims.K), of, t.expert))
 
     return lax.fori_loop(0, rows.tile_end[-1], tile, _gate_up_pool(dims, config, xs))
 

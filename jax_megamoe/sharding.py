@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax_megamoe._ids import canonical_ids, checked
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.ops import ArrayLike, apply, apply_keeping, name_kept, vary_alike
-from jax_megamoe.validation import check_sharded_call, make_config
+from jax_megamoe.validation import check_sharded_call, given_biases, make_config
 
 Array = jax.Array
 
@@ -25,6 +25,9 @@ def sharded_mega_moe(
     w_up: ArrayLike,
     w_down: ArrayLike,
     *,
+    b_gate: ArrayLike | None = None,
+    b_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
     expert_axis: str,
     data_axes: Sequence[str] = (),
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
@@ -40,7 +43,7 @@ def sharded_mega_moe(
     Args:
       x: [T, ..., H]; expert_idx, expert_weight: [T, ..., K]. T is a multiple of the number of
         devices that it is split over. Dtypes as in `mega_moe`.
-      w_gate, w_up: [E, H, I]; w_down: [E, I, H].
+      w_gate, w_up: [E, H, I]; w_down: [E, I, H]; b_gate, b_up: [E, I] and b_down: [E, H], or None.
       expert_axis: the mesh axis of the experts, of size 1, 2, 4 or 8.
       data_axes: further mesh axes that split the tokens; those that are manual already are left
         out. Devices along axes that are named nowhere do the same work.
@@ -57,7 +60,8 @@ def sharded_mega_moe(
     """
     config = make_config("sharded_mega_moe", options)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    arrays = (x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    experts = (w_gate, w_up, w_down, *given_biases(b_gate, b_up, b_down))
+    arrays = (x, expert_idx, expert_weight, *experts)
     free_data_axes = check_sharded_call(
         *arrays, config=config, mesh=mesh, expert_axis=expert_axis, data_axes=data_axes
     )
@@ -65,8 +69,8 @@ def sharded_mega_moe(
         if config.debug_checks:
             expert_idx = checked(expert_idx, num_experts=w_gate.shape[0])
         expert_idx = canonical_ids(expert_idx, num_experts=w_gate.shape[0])
-    call = _Call(mesh, expert_axis, free_data_axes, config)
-    operands = vary_alike(*map(jnp.asarray, (x, expert_idx, expert_weight, w_gate, w_up, w_down)))
+    call = _Call(mesh, expert_axis, free_data_axes, config, len(experts))
+    operands = vary_alike(*map(jnp.asarray, (x, expert_idx, expert_weight, *experts)))
     resharded = [call.reshard(a, spec) for a, spec in zip(operands, call.specs, strict=True)]
     y, counts = _sharded(call, *resharded)
     y = call.reshard(y, jax.typeof(x).sharding.spec)
@@ -81,12 +85,13 @@ class _Call:
     expert_axis: str
     data_axes: tuple[str, ...]
     config: MegaMoEConfig
+    num_expert_arrays: int
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
-        """Of x, expert_idx, expert_weight, w_gate, w_up, w_down."""
+        """Of x, expert_idx, expert_weight, the experts' weights and, if there are any, biases."""
         tokens = PartitionSpec((*self.data_axes, self.expert_axis))
-        return (tokens,) * 3 + (PartitionSpec(self.expert_axis),) * 3
+        return (tokens,) * 3 + (PartitionSpec(self.expert_axis),) * self.num_expert_arrays
 
     def op(self, *arrays: Array) -> tuple[Array, Array]:
         y, counts = apply(self.config, self.expert_axis, *arrays)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,15 @@ from jax_megamoe.config import (
     PRECISIONS,
     RANK_COUNTS,
     SAVES,
+    ClampedSwiGLU,
     Dims,
     MegaMoEConfig,
 )
 
-NAMES = ("x", "expert_idx", "expert_weight", "w_gate", "w_up", "w_down")
+WEIGHTS = ("w_gate", "w_up", "w_down")
+BIASES = ("b_gate", "b_up", "b_down")
+# The arrays of a call in their order; without biases it ends before them.
+NAMES = ("x", "expert_idx", "expert_weight", *WEIGHTS, *BIASES)
 FLOAT_DTYPES = ("bfloat16", "float32")
 
 
@@ -86,6 +90,44 @@ def check_pool_factor(value: Any) -> None:
         refuse(ValueError, "pool_factor", repr(value), allowed)
 
 
+def _check_activation(value: Any) -> None:
+    if isinstance(value, ClampedSwiGLU):
+        for name in ("alpha", "limit"):
+            _check_float32(f"activation.{name}", getattr(value, name), name == "limit")
+    elif not isinstance(value, str):
+        may_be = f"{_one_of(ACTIVATIONS)}, or a ClampedSwiGLU"
+        refuse(TypeError, "activation", f"{value!r} ({type(value).__name__})", may_be)
+    else:
+        check_choice("activation", value, ACTIVATIONS)
+
+
+def _check_float32(name: str, value: Any, positive: bool) -> None:
+    """A number that float32 has, rounded: neither infinity nor, for a positive one, 0."""
+    limits = np.finfo(np.float32)
+    least, most = float(limits.tiny if positive else limits.min), float(limits.max)
+    allowed = f"a number from {least:.3g} to {most:.3g}, static"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        refuse(TypeError, name, f"{value!r} ({type(value).__name__})", allowed)
+    if not least <= value <= most:
+        refuse(ValueError, name, repr(value), allowed)
+
+
+def given_biases(b_gate: Any, b_up: Any, b_down: Any) -> tuple[Any, ...]:
+    """The three biases of a call, or () where it has none.
+
+    Raises:
+      ValueError: naming a bias that is missing beside others.
+    """
+    biases = (b_gate, b_up, b_down)
+    if all(bias is None for bias in biases):
+        return ()
+    for name, bias in zip(BIASES, biases, strict=True):
+        if bias is None:
+            others = ", ".join(n for n, b in zip(BIASES, biases, strict=True) if b is not None)
+            refuse(ValueError, name, f"left out beside {others}", "left out with all three only")
+    return biases
+
+
 def check_float_dtype(name: str, value: Any) -> None:
     """value: what JAX takes for a dtype."""
     try:
@@ -102,12 +144,12 @@ def check_config(config: MegaMoEConfig) -> None:
         refuse(TypeError, "config", type(config).__name__, "a MegaMoEConfig")
     for name, choices in (
         ("precision", PRECISIONS),
-        ("activation", ACTIVATIONS),
         ("backend", BACKENDS),
         ("save", SAVES),
         ("combine_dtype", COMBINE_DTYPES),
     ):
         check_choice(name, getattr(config, name), choices)
+    _check_activation(config.activation)
     check_pool_factor(config.pool_factor)
     for name in ("trainable_experts", "return_counts", "debug_checks"):
         check_flag(name, getattr(config, name))
@@ -131,14 +173,13 @@ def check_call(
     x: Any,
     expert_idx: Any,
     expert_weight: Any,
-    w_gate: Any,
-    w_up: Any,
-    w_down: Any,
-    *,
+    *experts: Any,
     config: MegaMoEConfig,
     axis_name: str | None,
 ) -> Dims:
     """Judges the arguments of one call, as one rank sees them, and returns its sizes.
+
+    experts: the three weights and, where they are given, the three biases.
 
     Raises:
       TypeError: an argument that is no array, or a dtype that is not supported.
@@ -146,10 +187,13 @@ def check_call(
     """
     check_config(config)
     num_ranks = _axis_size(axis_name)
-    _check_arrays(x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    arrays = (x, expert_idx, expert_weight, *experts)
+    _check_arrays(*arrays)
     _check_routes(x, expert_idx, expert_weight)
+    w_gate, w_up, w_down, *biases = experts
     _check_weights(x, w_gate, w_up, w_down)
-    _check_whole(x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    _check_biases(w_gate, biases)
+    _check_whole(*arrays)
     dims = Dims(
         T=math.prod(x.shape[:-1]),
         K=expert_idx.shape[-1],
@@ -160,17 +204,38 @@ def check_call(
         pool_factor=float(config.pool_factor),
     )
     _check_dims(dims, config)
+    if config.backend == "cuda":
+        for lacking in lacking_in_kernels(config, expert_bias=bool(biases)):
+            was, may_be = f"{lacking.was} with backend='cuda'", f"{lacking.may_be} there"
+            refuse(ValueError, lacking.argument, was, f"{may_be}; the reference takes it")
     return dims
+
+
+class Lacking(NamedTuple):
+    """What a call asks for and the kernels do not have yet, in the words of a refusal."""
+
+    what: str
+    argument: str
+    was: str
+    may_be: str
+
+
+def lacking_in_kernels(config: MegaMoEConfig, *, expert_bias: bool) -> list[Lacking]:
+    """The one place that knows what the kernels lack; [] for nothing."""
+    lacking, activation = [], repr(config.activation)
+    if config.activation != "swiglu":
+        what = f"activation {activation}"
+        lacking.append(Lacking(what, "activation", activation, "'swiglu'"))
+    if expert_bias:
+        lacking.append(Lacking("expert biases", "b_gate", "given", "None, as b_up and b_down,"))
+    return lacking
 
 
 def check_sharded_call(
     x: Any,
     expert_idx: Any,
     expert_weight: Any,
-    w_gate: Any,
-    w_up: Any,
-    w_down: Any,
-    *,
+    *experts: Any,
     config: MegaMoEConfig,
     mesh: Any,
     expert_axis: Any,
@@ -186,11 +251,14 @@ def check_sharded_call(
         that the mesh does not divide.
     """
     check_config(config)
-    _check_arrays(x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    arrays = (x, expert_idx, expert_weight, *experts)
+    _check_arrays(*arrays)
     _check_routes(x, expert_idx, expert_weight)
+    w_gate, w_up, w_down, *biases = experts
     _check_weights(x, w_gate, w_up, w_down)
+    _check_biases(w_gate, biases)
     check_mesh(mesh, expert_axis, data_axes)
-    _check_same_mesh(mesh, x, expert_idx, expert_weight, w_gate, w_up, w_down)
+    _check_same_mesh(mesh, *arrays)
     free = tuple(a for a in data_axes if a not in mesh.manual_axes)
     check_split("w_gate", w_gate.shape[0], mesh, expert_axis)
     num_parts = math.prod(mesh.shape[a] for a in (*free, expert_axis))
@@ -266,7 +334,7 @@ def _check_same_mesh(mesh: Any, *arrays: Any) -> None:
         refuse(
             ValueError, "mesh", f"{mesh} where {set_mesh} is set", "left out, or equal to that one"
         )
-    for name, value in zip(NAMES, arrays, strict=True):
+    for name, value in zip(NAMES, arrays, strict=False):
         sharding = jax.typeof(value).sharding
         if any(sharding.spec) and sharding.mesh.shape != mesh.shape:
             refuse(
@@ -309,17 +377,11 @@ def _axis_size(axis_name: str | None) -> int:
     return num_ranks
 
 
-def _check_arrays(
-    x: Any, expert_idx: Any, expert_weight: Any, w_gate: Any, w_up: Any, w_down: Any
-) -> None:
-    floats = {
-        "x": x,
-        "expert_weight": expert_weight,
-        "w_gate": w_gate,
-        "w_up": w_up,
-        "w_down": w_down,
-    }
-    for name, value in (*floats.items(), ("expert_idx", expert_idx)):
+def _check_arrays(*arrays: Any) -> None:
+    given = dict(zip(NAMES, arrays, strict=False))
+    expert_idx = given["expert_idx"]
+    floats = {name: value for name, value in given.items() if name != "expert_idx"}
+    for name, value in given.items():
         check_array(name, value)
     for name, value in floats.items():
         if str(value.dtype) not in FLOAT_DTYPES:
@@ -332,14 +394,15 @@ def _check_arrays(
             f"of dtype {expert_idx.dtype}",
             "of an integer dtype of 8 to 64 bits; ids outside [0, E) are no route",
         )
-    for name, value in (("w_up", w_up), ("w_down", w_down)):
-        if value.dtype != w_gate.dtype:
-            refuse(TypeError, name, f"of dtype {value.dtype}", f"of w_gate's dtype {w_gate.dtype}")
+    for first, *others in (WEIGHTS, BIASES):
+        for name in others:
+            if name in given and (dtype := given[name].dtype) != (wanted := given[first].dtype):
+                refuse(TypeError, name, f"of dtype {dtype}", f"of {first}'s dtype {wanted}")
 
 
 def _check_whole(*arrays: Any) -> None:
     """The op sees what one device holds; an array split over explicit mesh axes is more."""
-    for name, value in zip(NAMES, arrays, strict=True):
+    for name, value in zip(NAMES, arrays, strict=False):
         spec = jax.typeof(value).sharding.spec
         if any(spec):
             refuse(
@@ -388,6 +451,15 @@ def _check_weights(x: Any, w_gate: Any, w_up: Any, w_down: Any) -> None:
     down = (num_local, intermediate, hidden)
     if w_down.shape != down:
         refuse(ValueError, "w_down", f"of shape {w_down.shape}", f"[E/R, I, H] = {down}")
+
+
+def _check_biases(w_gate: Any, biases: Sequence[Any]) -> None:
+    num_local, hidden, intermediate = w_gate.shape
+    letters = {"b_gate": "I", "b_up": "I", "b_down": "H"}
+    sizes = {"I": intermediate, "H": hidden}
+    for (name, letter), bias in zip(letters.items(), biases, strict=False):
+        if bias.shape != (shape := (num_local, sizes[letter])):
+            refuse(ValueError, name, f"of shape {bias.shape}", f"[E/R, {letter}] = {shape}")
 
 
 def _check_dims(dims: Dims, config: MegaMoEConfig) -> None:

@@ -32,7 +32,8 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
 
 # Modules of jax_megamoe by which others they may import. Nothing imports the package itself, which
 # re-exports.
-_LEAVES = {"config", "validation", "_guard", "_ids", "plan", "memory", "reference", "_ffi"}
+_BASE_MODULES = {"config", "validation", "_guard", "_ids", "activation"}
+_LEAVES = _BASE_MODULES | {"plan", "memory", "reference", "_ffi"}
 _CALL = _LEAVES | {"_backend", "ops", "sharding"}
 _ROUTER = {"_router_checks", "_router_losses", "presets", "router"}
 _LAYER = {"_layer", "_layer_checks"}
@@ -45,13 +46,14 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"config"},
     "plan_check": {"config", "plan"},
     "memory": {"config", "plan", "validation"},
-    "reference": {"config"},
+    "activation": {"config"},
+    "reference": {"config", "activation"},
     "_ffi": {"config", "plan", "memory"},
     "presets": {"config"},
     "_router_checks": {"config", "validation"},
     "_router_losses": set(),
     "router": {"config", "_router_checks", "_router_losses"},
-    "_backend": {"config", "memory", "reference", "_ffi"},
+    "_backend": {"config", "validation", "memory", "reference", "_ffi"},
     "ops": {"config", "validation", "_guard", "_ids", "_backend"},
     "sharding": _LEAVES | {"ops"},
     "_layer": _CALL | _ROUTER,
