@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
-from jax_megamoe.config import POOL_FACTOR, Dims
+from jax_megamoe.activation import gated_unit
+from jax_megamoe.config import POOL_FACTOR, ClampedSwiGLU, Dims
 from jax_megamoe.memory import gate_up_array, peer_array_bytes, trace_result
 from jax_megamoe.plan import (
     MAX_STEPS,
@@ -33,6 +34,7 @@ from jax_megamoe.plan import (
     plan_shapes,
 )
 from tests.cases import BF16, F32, Batch
+from tests.gated import Biases
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = ROOT / "tests" / "ranks"
@@ -188,6 +190,7 @@ class Call:
       float_gradients: the weights' gradients come in float32; else in bf16, unless there may be
         several passes.
       trainable: there are such gradients.
+      activation: as of `MegaMoEConfig`. biases: of all experts, or None.
       keep: the kernels of save="gate_up". kept: what a backward takes of its forward.
       launches: as for the custom calls; None: fused. trace: likewise.
     """
@@ -200,6 +203,8 @@ class Call:
     kept: np.ndarray | None = None
     launches: tuple[int, ...] | None = None
     trace: bool = False
+    activation: str | ClampedSwiGLU = "swiglu"
+    biases: Biases | None = None
 
     def steps(self, dims: Dims) -> tuple[Step, ...]:
         if self.is_backward:
@@ -215,6 +220,8 @@ class Call:
             dtype = F32 if self.float_gradients or dims.max_passes > 1 else BF16
             weights = (self.batch.w_gate, self.batch.w_up, self.batch.w_down)
             results += [((dims.experts_per_rank, *w.shape[1:]), dtype) for w in weights]
+            biases = self.biases or ()
+            results += [((dims.experts_per_rank, b.shape[1]), F32) for b in biases]
         others = [gate_up_array(dims)] if self.keep else []
         others += [trace_result(dims, self.steps(dims))] if self.trace else []
         return [*results, *((array.shape, array.dtype) for array in others)]
@@ -227,7 +234,9 @@ class Call:
         keeps = self.keep or self.kept is not None
         trace = trace_result(dims, steps).shape[0] if self.trace else 0
         numbers = [self.is_backward, len(steps), self.float_gradients or dims.max_passes > 1]
-        numbers += [keeps, len(launches), trace]
+        numbers += [keeps, len(launches), trace, self.biases is not None]
+        unit = np.array(gated_unit(self.activation), F32)
+        numbers += [*unit.view(np.int32).tolist(), 0]
         for of_steps in zip(*((s.tiles_m or 0, s.tiles_n, s.lag) for s in steps), strict=True):
             numbers += [*of_steps, *[0] * (MAX_STEPS - len(steps))]
         parts = [*launches, *[0] * (8 - len(launches))]
@@ -239,21 +248,35 @@ class Call:
         operands = [b.expert_idx.astype(np.int32), b.expert_weight.astype(F32), b.x.astype(BF16)]
         operands += [a.astype(BF16) for a in (b.w_gate, b.w_up, b.w_down)]
         operands += [b.dy.astype(BF16)] if self.is_backward else []
+        operands += [bias.astype(F32) for bias in self.biases or ()]
         return operands if self.kept is None else [*operands, self.kept]
 
 
 def forward(
-    batch: Batch, *, ranks: int = 1, launches: tuple[int, ...] | None = None, **options: Any
+    batch: Batch,
+    *,
+    ranks: int = 1,
+    launches: tuple[int, ...] | None = None,
+    activation: str | ClampedSwiGLU = "swiglu",
+    biases: Biases | None = None,
+    **options: Any,
 ) -> np.ndarray:
     """y [R T, H], bf16; options as for `run`."""
-    return run([Call(batch, launches=launches)], ranks=ranks, **options)[0][0]
+    call = Call(batch, launches=launches, activation=activation, biases=biases)
+    return run([call], ranks=ranks, **options)[0][0]
 
 
 def forward_keeping(
-    batch: Batch, *, ranks: int = 1, launches: tuple[int, ...] | None = None, **options: Any
+    batch: Batch,
+    *,
+    ranks: int = 1,
+    launches: tuple[int, ...] | None = None,
+    activation: str | ClampedSwiGLU = "swiglu",
+    biases: Biases | None = None,
+    **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """y and what save="gate_up" keeps, bf16 [R P, 2I]; options as for `run`."""
-    call = Call(batch, keep=True, launches=launches)
+    call = Call(batch, keep=True, launches=launches, activation=activation, biases=biases)
     ((y, gate_up),) = run([call], ranks=ranks, **options)
     return y, gate_up
 
@@ -266,6 +289,8 @@ def backward(
     trainable: bool = True,
     gate_up: np.ndarray | None = None,
     launches: tuple[int, ...] | None = None,
+    activation: str | ClampedSwiGLU = "swiglu",
+    biases: Biases | None = None,
     **options: Any,
 ) -> list[np.ndarray]:
     """The gradients as the custom call gives them; options as for `run`.
@@ -279,6 +304,8 @@ def backward(
         trainable=trainable,
         kept=gate_up,
         launches=launches,
+        activation=activation,
+        biases=biases,
     )
     return run([call], ranks=ranks, **options)[0]
 

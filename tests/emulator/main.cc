@@ -3,6 +3,7 @@
 
 #include "calls.h"
 #include "comm/share_inputs.cuh"
+#include "kernel/activation.cuh"
 #include "kernel/backward.h"
 #include "kernel/backward_steps.cuh"
 #include "kernel/forward.h"
@@ -118,16 +119,16 @@ CudaStatus plan::Launch(cudaStream_t, const PlanProblem& problem, int pass,
   return {};
 }
 
-// As LaunchForward of cuda/kernel/forward.cu.
-template <template <bool, bool> typename Steps, typename Maps, typename Params>
-void RunForwardKernel(const Maps& maps, const Params& params) {
+// As cuda/kernel/forward_kernels.cuh.
+template <typename Activation>
+void RunForwardKernel(const ForwardMaps& maps, const ForwardParams& params) {
   const bool keeps = params.gate_up != nullptr && params.pass == 0;
   if (params.dims.R > 1) {
-    keeps ? Skeleton<Steps<true, true>>::Run(maps, params)
-          : Skeleton<Steps<false, true>>::Run(maps, params);
+    keeps ? Skeleton<ForwardSteps<true, true, Activation>>::Run(maps, params)
+          : Skeleton<ForwardSteps<false, true, Activation>>::Run(maps, params);
   } else {
-    keeps ? Skeleton<Steps<true, false>>::Run(maps, params)
-          : Skeleton<Steps<false, false>>::Run(maps, params);
+    keeps ? Skeleton<ForwardSteps<true, false, Activation>>::Run(maps, params)
+          : Skeleton<ForwardSteps<false, false, Activation>>::Run(maps, params);
   }
 }
 
@@ -139,28 +140,37 @@ CudaStatus LaunchShareInputs(cudaStream_t, int blocks, const ShareParams& params
 
 CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
                          const ForwardParams& params, bool) {
-  Enqueue({[=] { RunForwardKernel<ForwardSteps>(maps, params); }, blocks});
+  const auto run = IsGeneral(params.unit, params.biases) ? RunForwardKernel<GeneralUnit>
+                                                         : RunForwardKernel<SwiGlu>;
+  Enqueue({[=] { run(maps, params); }, blocks});
   return {};
 }
 
-// As LaunchBackward of cuda/kernel/backward.cu.
-template <typename Gradients, bool kTakesGateUp>
+// As cuda/kernel/backward_kernels.cuh.
+template <typename Activation, typename Gradients, bool kTakesGateUp>
 void RunBackwardKernel(const BackwardMaps& maps, const BackwardParams& params) {
-  params.dims.R > 1 ? Skeleton<BackwardSteps<Gradients, kTakesGateUp, true>>::Run(maps, params)
-                    : Skeleton<BackwardSteps<Gradients, kTakesGateUp>>::Run(maps, params);
+  params.dims.R > 1
+      ? Skeleton<BackwardSteps<Gradients, kTakesGateUp, true, Activation>>::Run(maps, params)
+      : Skeleton<BackwardSteps<Gradients, kTakesGateUp, false, Activation>>::Run(maps, params);
+}
+
+template <typename Activation>
+auto BackwardKernelOf(const BackwardParams& params, bool float_gradients) {
+  if (params.pass > 0) return Skeleton<BackwardSteps<AddedGradients, false, true, Activation>>::Run;
+  if (params.gate_up != nullptr) {
+    return float_gradients ? RunBackwardKernel<Activation, F32Gradients, true>
+                           : RunBackwardKernel<Activation, Bf16Gradients, true>;
+  }
+  return float_gradients ? RunBackwardKernel<Activation, F32Gradients, false>
+                         : RunBackwardKernel<Activation, Bf16Gradients, false>;
 }
 
 CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
                           const BackwardParams& params, bool float_gradients, bool) {
-  const bool takes = params.gate_up != nullptr;
-  const auto run =
-      float_gradients
-          ? (takes ? RunBackwardKernel<F32Gradients, true> : RunBackwardKernel<F32Gradients, false>)
-          : (takes ? RunBackwardKernel<Bf16Gradients, true>
-                   : RunBackwardKernel<Bf16Gradients, false>);
-  const auto adding = Skeleton<BackwardSteps<AddedGradients, false, true>>::Run;
-  const auto chosen = params.pass > 0 ? adding : run;
-  Enqueue({[=] { chosen(maps, params); }, blocks});
+  const auto run = IsGeneral(params.unit, params.biases)
+                       ? BackwardKernelOf<GeneralUnit>(params, float_gradients)
+                       : BackwardKernelOf<SwiGlu>(params, float_gradients);
+  Enqueue({[=] { run(maps, params); }, blocks});
   return {};
 }
 
