@@ -51,11 +51,11 @@ def call_refusals(
             H % KERNEL_MULTIPLE or I % KERNEL_MULTIPLE
         ),
     }
-    lacking = [
-        f"the kernels do not take {argument} {was} yet"
-        for argument, was, _ in lacking_in_kernels(config, expert_bias=expert_bias)
+    lacking = lacking_in_kernels(config, expert_bias=expert_bias)
+    return [
+        *(why for why, holds in refusals.items() if holds),
+        *(f"the kernels have no {one.what} yet" for one in lacking),
     ]
-    return lacking + [why for why, holds in refusals.items() if holds]
 
 
 def forward(

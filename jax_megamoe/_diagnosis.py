@@ -19,21 +19,24 @@ from jax_megamoe.config import (
     Dims,
     MegaMoEConfig,
 )
-from jax_megamoe.validation import check_choice, check_config, check_size, refuse
+from jax_megamoe.validation import check_choice, check_config, check_flag, check_size, refuse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """The call that is asked about; weights: the dtype of the parameters, "bfloat16" or "float32".
+    """The call that is asked about.
 
     Attributes:
       dims: its sizes, T tokens on each of R ranks, and the pool_factor of its config.
       config: its static choices.
+      weights: the dtype of the parameters, "bfloat16" or "float32".
+      expert_bias: whether the experts have biases.
     """
 
     dims: Dims
     config: MegaMoEConfig
     weights: str = "float32"
+    expert_bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,7 @@ def check_question(question: Question) -> None:
     dims = question.dims
     check_config(question.config)
     check_choice("weights", question.weights, ("bfloat16", "float32"))
+    check_flag("expert_bias", question.expert_bias)
     check_size("T", dims.T, INT32_MAX)
     check_size("E", dims.E, MAX_EXPERTS)
     check_size("K", dims.K, min(dims.E, MAX_CHOICES))
@@ -142,10 +146,14 @@ def diagnose(facts: Facts, question: Question) -> Diagnosis:
 
 def _of_call(question: Question) -> list[str]:
     """Why no machine runs the kernels for the call."""
-    dims, config = question.dims, question.config
     # By name they run over several ranks, too.
-    num_ranks = 1 if config.backend == "cuda" else dims.R
-    return call_refusals(config, H=dims.H, I=dims.I, R=num_ranks)
+    return _refusals(question, 1 if question.config.backend == "cuda" else question.dims.R)
+
+
+def _refusals(question: Question, num_ranks: int) -> list[str]:
+    H, I = question.dims.H, question.dims.I
+    bias = question.expert_bias
+    return call_refusals(question.config, H=H, I=I, R=num_ranks, expert_bias=bias)
 
 
 def _of_device(facts: Facts, device: Device) -> list[str]:
@@ -217,7 +225,7 @@ def _advice(facts: Facts, question: Question, too_much: bool) -> list[str]:
     lines = []
     gpus, devices = facts.driver.gpus, facts.devices
     hoppers = [g for g in gpus if g.compute_capability == KERNEL_COMPUTE_CAPABILITY]
-    if call_refusals(question.config, H=question.dims.H, I=question.dims.I):
+    if _refusals(question, 1):
         lines.append("No machine runs the kernels for this call: change what its reasons name.")
     elif not gpus and not devices and question.config.backend == "cuda":
         lines.append('Run this call on a machine with an H100, H200 or GH200, or backend="auto".')

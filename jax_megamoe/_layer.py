@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_megamoe._router_checks import check_mask
+from jax_megamoe.activation import gated, gated_unit
 from jax_megamoe.config import MegaMoEConfig, RouterConfig
 from jax_megamoe.ops import mega_moe
 from jax_megamoe.router import route
 from jax_megamoe.sharding import sharded_mega_moe
-from jax_megamoe.validation import check_array, refuse
+from jax_megamoe.validation import BIASES, check_array, refuse
 
 Array = jax.Array
 # Of one matrix: (key, shape, dtype) -> array.
@@ -37,6 +38,7 @@ class Layer(Protocol):
     router_config: RouterConfig
     shared_intermediate_size: int
     shared_gate: bool
+    expert_bias: bool
     expert_axis: str | None
     data_axes: tuple[str, ...]
     dtype: DTypeLike | None
@@ -66,11 +68,12 @@ class Variable(NamedTuple):
     dtype: DTypeLike
     spec: Spec
     is_state: bool = False
+    is_bias: bool = False
 
     @property
     def is_drawn(self) -> bool:
-        """Matrices are; vectors, which are biases, begin with zeros."""
-        return len(self.shape) > 1
+        """Matrices are; biases begin with zeros."""
+        return not self.is_bias
 
     def draw(self, key: Array, kernel_init: Initializer) -> Array:
         """The first value: a matrix, or a stack of matrices that are drawn one by one."""
@@ -93,12 +96,16 @@ def variables_of(layer: Layer) -> Iterator[Variable]:
     num_experts, dtype, axis = layer.num_experts, layer.param_dtype, layer.expert_axis
     yield Variable("router", (hidden, num_experts), dtype, (None, None))
     if layer.router_config.linear_bias:
-        yield Variable("router_bias", (num_experts,), dtype, (None,))
+        yield Variable("router_bias", (num_experts,), dtype, (None,), is_bias=True)
     if layer.router_config.selection_bias:
-        yield Variable("selection_bias", (num_experts,), jnp.float32, (None,), is_state=True)
+        kind = {"is_state": True, "is_bias": True}
+        yield Variable("selection_bias", (num_experts,), jnp.float32, (None,), **kind)
     yield Variable("w_gate", (num_experts, hidden, inner), dtype, (axis, None, None))
     yield Variable("w_up", (num_experts, hidden, inner), dtype, (axis, None, None))
     yield Variable("w_down", (num_experts, inner, hidden), dtype, (axis, None, None))
+    if layer.expert_bias:
+        for name, outputs in (("b_gate", inner), ("b_up", inner), ("b_down", hidden)):
+            yield Variable(name, (num_experts, outputs), dtype, (axis, None), is_bias=True)
     if shared:
         yield Variable("shared_w_gate", (hidden, shared), dtype, (None, None))
         yield Variable("shared_w_up", (hidden, shared), dtype, (None, None))
@@ -141,6 +148,8 @@ def apply_layer(
     weights = (values["w_gate"], values["w_up"], values["w_down"])
     # Not asdict, which would make a dict of the activation, too.
     options = {f.name: getattr(layer.config, f.name) for f in dataclasses.fields(layer.config)}
+    if layer.expert_bias:
+        options |= {name: values[name] for name in BIASES}
     if layer.expert_axis is None:
         y = mega_moe(x, *routes, *weights, **options)
     else:
@@ -162,7 +171,8 @@ def _check_x(layer: Layer, x: Array) -> None:
 
 
 def _shared_experts(layer: Layer, values: Mapping[str, Array], x: Array) -> Array:
-    """float32 [..., H]: a dense SwiGLU of every token, in bf16 or float32 as the config says.
+    """float32 [..., H]: a dense gated MLP of every token, its activation, and bf16 or float32, as
+    the config says.
 
     With `shared_gate` times sigmoid(x shared_router), as Qwen2-MoE does.
     """
@@ -174,7 +184,8 @@ def _shared_experts(layer: Layer, values: Mapping[str, Array], x: Array) -> Arra
     # Results in the dtype of the operands, so that the products of the backward have it too.
     g = jnp.matmul(inputs, gate, precision=precision)
     u = jnp.matmul(inputs, up, precision=precision)
-    y = jnp.matmul(jax.nn.silu(g) * u, down, precision=precision).astype(jnp.float32)
+    h = gated(gated_unit(layer.config.activation), g, u)
+    y = jnp.matmul(h, down, precision=precision).astype(jnp.float32)
     if layer.shared_gate:
         y *= jax.nn.sigmoid(_linear_float32(x, values["shared_router"]))
     return y

@@ -33,6 +33,7 @@ def check_layer(layer: Layer, kernel_init: Any) -> None:
     check_router_config("router_config", layer.router_config, layer.num_experts, *choices)
     _check_shared(layer)
     check_config(layer.config)
+    check_flag("expert_bias", layer.expert_bias)
     if layer.config.return_counts:
         refuse(
             ValueError,

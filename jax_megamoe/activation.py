@@ -13,13 +13,13 @@ from jax_megamoe.config import ClampedSwiGLU
 
 Array = jax.Array
 
-# With a beta sigmoid is 0 or 1 in float32 from here on. g is bounded by it inside, since g^3
-# overflows long before g does, and 0 times infinity is NaN.
-SATURATED = 16.0
+# sigmoid of it is 0 or 1 in float32. Where alpha g + beta g^3 may overflow before g does, g is
+# bounded in it by what makes alpha g that large: 0 times infinity is NaN.
+SATURATED = 1024.0
 
 
 class GatedUnit(NamedTuple):
-    """The constants of the formula; those of SwiGLU unless said."""
+    """The constants of the formula; those of SwiGLU unless said. A beta comes with an alpha > 1."""
 
     alpha: float = 1.0
     beta: float = 0.0
@@ -75,8 +75,10 @@ def _clamped(unit: GatedUnit, g: Array, u: Array) -> tuple[Array, Array]:
 
 def _exponent(unit: GatedUnit, g: Array) -> tuple[Array, Array]:
     """z = alpha g + beta g^3, and g dz/dg; g itself twice for SwiGLU, without a product by 1."""
+    if abs(unit.alpha) > 1:
+        bound = SATURATED / abs(unit.alpha)
+        g = jnp.clip(g, -bound, bound)
     if unit.beta:
-        g = jnp.clip(g, -SATURATED, SATURATED)
         return g * (unit.alpha + unit.beta * g * g), g * (unit.alpha + 3 * unit.beta * g * g)
     z = g if unit.alpha == 1 else unit.alpha * g
     return z, z

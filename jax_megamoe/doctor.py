@@ -23,17 +23,22 @@ from collections.abc import Iterator, Sequence
 from jax_megamoe._diagnosis import Diagnosis, Memory, Question, check_question, diagnose
 from jax_megamoe._machine import SETTINGS, Facts, gather
 from jax_megamoe.config import (
+    ACTIVATIONS,
     BACKENDS,
     COMBINE_DTYPES,
     POOL_FACTOR,
     PRECISIONS,
     SAVES,
+    ClampedSwiGLU,
     Dims,
     MegaMoEConfig,
 )
 from jax_megamoe.memory import FRACTIONS
 
 KERNELS_RUN, KERNELS_DO_NOT_RUN, BAD_ARGUMENTS = 0, 1, 2
+
+# By the words of the command line; which constants a clamped one has changes nothing here.
+_ACTIVATIONS = {**{name: name for name in ACTIVATIONS}, "clamped_swiglu": ClampedSwiGLU()}
 
 _CONCLUSIONS = {
     "kernels": "the kernels run it",
@@ -171,6 +176,8 @@ def _choices(question: Question) -> Iterator[str]:
         f'precision="{config.precision}", backend="{config.backend}", save="{config.save}", '
         f"trainable_experts={config.trainable_experts}, {question.weights} weights"
     )
+    biases = "experts with biases" if question.expert_bias else "experts without biases"
+    yield f"activation={config.activation!r}, {biases}"
     if question.dims.R > 1:
         yield f'combine_dtype="{config.combine_dtype}", pool_factor={config.pool_factor}'
         yield f"at most {question.dims.max_passes} passes over the pool, by the routing"
@@ -215,6 +222,7 @@ def _mebibytes(num_bytes: int) -> str:
 def _question(options: argparse.Namespace) -> Question:
     config = MegaMoEConfig(
         precision=options.precision,
+        activation=_ACTIVATIONS[options.activation],
         backend=options.backend,
         save=options.save,
         combine_dtype=options.combine_dtype,
@@ -230,7 +238,9 @@ def _question(options: argparse.Namespace) -> Question:
         I=options.intermediate,
         pool_factor=config.pool_factor,
     )
-    return Question(dims=dims, config=config, weights=options.weights)
+    return Question(
+        dims=dims, config=config, weights=options.weights, expert_bias=options.expert_bias
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     choices = {
         "--precision": PRECISIONS,
+        "--activation": tuple(_ACTIVATIONS),
         "--backend": BACKENDS,
         "--save": SAVES,
         "--combine-dtype": COMBINE_DTYPES,
@@ -267,6 +278,7 @@ def _parser() -> argparse.ArgumentParser:
         "--pool-factor", type=float, default=POOL_FACTOR, help="(default: %(default)s)"
     )
     parser.add_argument("--frozen-experts", action="store_true", help="trainable_experts=False")
+    parser.add_argument("--expert-bias", action="store_true", help="the experts have biases")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

@@ -42,6 +42,7 @@ class MegaMoE(nn.Module):
     router_config: RouterConfig = RouterConfig()
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    expert_bias: bool = False
     expert_axis: str | None = None
     data_axes: tuple[str, ...] = ()
     dtype: DTypeLike | None = None

@@ -21,20 +21,23 @@ class SelectionBias(nnx.Variable[jax.Array]):
 class MegaMoE(nnx.Module):
     """Router and experts: y_t = sum over the K chosen experts of weight * expert(x_t).
 
-    With `shared_intermediate_size` every token goes through a dense SwiGLU too, whose result is
-    added; the router's scale does not reach it.
+    An expert is a gated MLP with the activation of the config, with `expert_bias` also with biases.
+    With `shared_intermediate_size` every token goes through a dense one too, without biases, whose
+    result is added; the router's scale does not reach it.
 
     A call changes no state, so jit, grad, remat, scan over stacked layers and donation treat the
     module like a dense layer. With `expert_axis` it runs expert-parallel on the mesh of
-    `jax.set_mesh`, whose axes may be explicit or auto; the expert weights carry that axis as Flax
-    `out_sharding`, everything else is replicated. The layout of the parameters does not depend on
-    the number of devices. `jax_megamoe.linen.MegaMoE` is the same layer for Flax Linen.
+    `jax.set_mesh`, whose axes may be explicit or auto; the experts' parameters carry that axis as
+    Flax `out_sharding`, everything else is replicated. The layout of the parameters does not depend
+    on the number of devices. `jax_megamoe.linen.MegaMoE` is the same layer for Flax Linen.
 
     Parameters:
       router: `param_dtype` [H, E].
       router_bias: `param_dtype` [E], with `router_config.linear_bias`; zeros at first.
       w_gate, w_up: `param_dtype` [E, H, I].
       w_down: `param_dtype` [E, I, H].
+      b_gate, b_up: `param_dtype` [E, I], with `expert_bias`; zeros at first.
+      b_down: `param_dtype` [E, H], likewise.
       shared_w_gate, shared_w_up: `param_dtype` [H, S], with `shared_intermediate_size`.
       shared_w_down: `param_dtype` [S, H], likewise.
       shared_router: `param_dtype` [H, 1], with `shared_gate`.
@@ -50,6 +53,9 @@ class MegaMoE(nnx.Module):
     w_gate: nnx.Param[jax.Array]
     w_up: nnx.Param[jax.Array]
     w_down: nnx.Param[jax.Array]
+    b_gate: nnx.Param[jax.Array]
+    b_up: nnx.Param[jax.Array]
+    b_down: nnx.Param[jax.Array]
     shared_w_gate: nnx.Param[jax.Array]
     shared_w_up: nnx.Param[jax.Array]
     shared_w_down: nnx.Param[jax.Array]
@@ -66,6 +72,7 @@ class MegaMoE(nnx.Module):
         router_config: RouterConfig = RouterConfig(),  # noqa: B008 - frozen
         shared_intermediate_size: int = 0,
         shared_gate: bool = False,
+        expert_bias: bool = False,
         expert_axis: str | None = None,
         data_axes: tuple[str, ...] = (),
         dtype: DTypeLike | None = None,
@@ -81,7 +88,7 @@ class MegaMoE(nnx.Module):
           num_experts: E, over all ranks.
           num_experts_per_token: K.
           config: the static choices of the op; `return_counts` stays False, since the layer always
-            reports the load. Of the shared experts it says the precision alone.
+            reports the load. Of the shared experts it says the activation and the precision alone.
           router_config: what the router does, see `jax_megamoe.route` and `jax_megamoe.presets`.
             With K = 1 and weights that are the same for any logits it warns.
           shared_intermediate_size: S, of all shared experts side by side; 0 for none. DeepSeek-V3's
@@ -89,6 +96,7 @@ class MegaMoE(nnx.Module):
             shared_expert_intermediate_size.
           shared_gate: multiply the shared experts' result by sigmoid(x shared_router), as Qwen2-MoE
             does.
+          expert_bias: the experts' three products have biases, as gpt-oss's.
           expert_axis: mesh axis that splits the experts, or None for one device.
           data_axes: mesh axes that, with `expert_axis`, split the first dimension of x.
           dtype: of the activations; None keeps the dtype of x.
@@ -110,6 +118,7 @@ class MegaMoE(nnx.Module):
         self.router_config = router_config
         self.shared_intermediate_size = shared_intermediate_size
         self.shared_gate = shared_gate
+        self.expert_bias = expert_bias
         self.expert_axis = expert_axis
         self.data_axes = data_axes
         self.dtype = dtype

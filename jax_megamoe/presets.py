@@ -1,10 +1,10 @@
-"""The routers of published models, as configs for `route` and the modules.
+"""Of published models: the routers, as configs for `route` and the modules, and an activation.
 
-What they leave to the caller: K; and, with `dataclasses.replace`, what checkpoints of one
+What routers leave to the caller: K; and, with `dataclasses.replace`, what checkpoints of one
 architecture differ in. `docs/routing.md` has the fields of Hugging Face configs beside each.
 """
 
-from jax_megamoe.config import RouterConfig
+from jax_megamoe.config import ClampedSwiGLU, RouterConfig
 
 # Softmax over all experts, the K highest, weights divided by their sum: `norm_topk_prob` of the
 # published checkpoints is true, though it defaults to false in transformers.
@@ -28,3 +28,7 @@ DEEPSEEK_V3 = RouterConfig(
 
 # The K highest logits of a linear map with a bias, and a softmax over these alone.
 GPT_OSS = RouterConfig(scores="softmax", scored="chosen", renormalize=False, linear_bias=True)
+
+# Of its experts, which have biases too: `MegaMoEConfig(activation=GPT_OSS_ACTIVATION)`, and
+# `expert_bias=True` of the modules. The limit is `swiglu_limit` of its configs.
+GPT_OSS_ACTIVATION = ClampedSwiGLU(alpha=1.702, limit=7.0)

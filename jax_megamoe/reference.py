@@ -151,7 +151,7 @@ def backward(
         h, dg, du = gated_with_gradients(unit, g, u, w * dh)
         dw = jnp.sum(h * dh, axis=1, keepdims=True)
         if of.b_down is not None:
-            dw += jnp.sum(dy_rows * of.b_down[t.expert], axis=1, keepdims=True)
+            dw += jnp.sum(dy_rows * of.b_down[t.expert][None], axis=1, keepdims=True)
         dg, du = round_(dg), round_(du)
         dx = _dot(dg, of.w_gate[t.expert], transpose_b=True)
         dx = round_(dx + _dot(du, of.w_up[t.expert], transpose_b=True))
@@ -186,7 +186,7 @@ def _gate_up(x_rows: Array, of: _Experts, expert: Array) -> tuple[Array, Array]:
 
 
 def _plus(product: Array, bias: Array | None, expert: Array) -> Array:
-    return product if bias is None else product + bias[expert]
+    return product if bias is None else product + bias[expert][None]
 
 
 def _recompute(xs: Array, rows: _Rows, of: _Experts, dims: Dims, config: MegaMoEConfig) -> Array:

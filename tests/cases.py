@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from tests.gated import Biases, Unit, no_biases, swiglu
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
 
@@ -149,9 +151,17 @@ ROUNDINGS = ("inputs", "h", "o", "g", "u", "dg", "du", "dx rows", "w h", "y", "d
 
 
 def dense(batch: Batch, rounded: Collection[str] = ()) -> Results:
+    """The layer of SwiGLU without biases, as `dense_of`."""
+    return dense_of(batch, swiglu, no_biases(batch.w_gate), rounded)[0]
+
+
+def dense_of(
+    batch: Batch, unit: Unit, biases: Biases, rounded: Collection[str] = ()
+) -> tuple[Results, Biases]:
     """The layer and its gradients as the formulas read, in float64, one expert after another.
 
-    rounded: what is rounded to bf16 on the way; see ROUNDINGS.
+    unit: of `gated.UNITS`. rounded: what is rounded to bf16 on the way; see ROUNDINGS, and
+    "biases", which nothing rounds. The second result has the gradients of the biases.
     """
 
     def round_(name: str, a: np.ndarray) -> np.ndarray:
@@ -161,23 +171,24 @@ def dense(batch: Batch, rounded: Collection[str] = ()) -> Results:
     x, w_gate, w_up, w_down, dy = (round_("inputs", a) for a in (x, w_gate, w_up, w_down, dy))
     y, dx, dw = np.zeros_like(x), np.zeros_like(x), np.zeros_like(w)
     dw_gate, dw_up, dw_down = np.zeros_like(w_gate), np.zeros_like(w_up), np.zeros_like(w_down)
+    b_gate, b_up, b_down = (round_("biases", b.astype(np.float64)) for b in biases)
+    db = no_biases(w_gate)
     for e in range(batch.num_experts):
         token, slot = np.nonzero(batch.expert_idx == e)
         x_e, dy_e, w_e = x[token], dy[token], w[token, slot][:, None]
-        g, u = x_e @ w_gate[e], x_e @ w_up[e]
-        h = round_("h", g / (1 + np.exp(-g)) * u)
-        np.add.at(y, token, w_e * round_("o", h @ w_down[e]))
+        g, u = x_e @ w_gate[e] + b_gate[e], x_e @ w_up[e] + b_up[e]
+        h = round_("h", unit(g, u)[0])
+        np.add.at(y, token, w_e * round_("o", h @ w_down[e] + b_down[e]))
         # The backward computes g and u again.
         g, u = round_("g", g), round_("u", u)
-        sigmoid = 1 / (1 + np.exp(-g))
-        h, dh = g * sigmoid * u, dy_e @ w_down[e].T
-        dg = round_("dg", w_e * dh * u * sigmoid * (1 + g * (1 - sigmoid)))
-        du = round_("du", w_e * dh * g * sigmoid)
+        (h, slope_g, slope_u), dh = unit(g, u), dy_e @ w_down[e].T
+        dg, du = round_("dg", w_e * dh * slope_g), round_("du", w_e * dh * slope_u)
         np.add.at(dx, token, round_("dx rows", dg @ w_gate[e].T + du @ w_up[e].T))
-        dw[token, slot] = np.sum(h * dh, axis=1)
+        dw[token, slot] = np.sum(h * dh, axis=1) + dy_e @ b_down[e]
         dw_gate[e], dw_up[e] = x_e.T @ dg, x_e.T @ du
         dw_down[e] = round_("w h", w_e * h).T @ dy_e
-    return Results(round_("y", y), round_("dx", dx), dw, dw_gate, dw_up, dw_down)
+        db.b_gate[e], db.b_up[e], db.b_down[e] = dg.sum(0), du.sum(0), (w_e * dy_e).sum(0)
+    return Results(round_("y", y), round_("dx", dx), dw, dw_gate, dw_up, dw_down), db
 
 
 def counts(batch: Batch) -> np.ndarray:

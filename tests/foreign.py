@@ -98,7 +98,7 @@ def transformers_stacked(
 
 
 def gpt_oss(hidden: int = H, inner: int = I) -> tuple[dict[str, tuple[int, ...]], Expert]:
-    """Its layout; SwiGLU is the plain one, and the biases have a formula of their own below."""
+    """As transformers' GptOssExperts computes it, with biases and its own activation."""
     shapes = {
         "router.weight": (E, hidden),
         "router.bias": (E,),
@@ -110,16 +110,13 @@ def gpt_oss(hidden: int = H, inner: int = I) -> tuple[dict[str, tuple[int, ...]]
 
     def expert(t: Mapping[str, Any], x: np.ndarray, e: int) -> np.ndarray:
         gate_up = x @ t[f"{PREFIX}experts.gate_up_proj"][e]
-        return (silu(gate_up[::2]) * gate_up[1::2]) @ t[f"{PREFIX}experts.down_proj"][e]
+        gate_up = gate_up + t[f"{PREFIX}experts.gate_up_proj_bias"][e]
+        gate, up = gate_up[::2].clip(max=7.0), gate_up[1::2].clip(-7.0, 7.0)
+        glu = gate / (1 + np.exp(-1.702 * gate))
+        o = ((up + 1) * glu) @ t[f"{PREFIX}experts.down_proj"][e]
+        return o + t[f"{PREFIX}experts.down_proj_bias"][e]
 
     return shapes, expert
-
-
-def gpt_oss_with_biases(t: Mapping[str, Any], x: np.ndarray, e: int) -> np.ndarray:
-    gate_up = x @ t[f"{PREFIX}experts.gate_up_proj"][e]
-    gate_up = gate_up + t[f"{PREFIX}experts.gate_up_proj_bias"][e]
-    o = (silu(gate_up[::2]) * gate_up[1::2]) @ t[f"{PREFIX}experts.down_proj"][e]
-    return o + t[f"{PREFIX}experts.down_proj_bias"][e]
 
 
 def maxtext(hidden: int = H, inner: int = I) -> tuple[dict[str, tuple[int, ...]], Expert]:

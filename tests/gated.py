@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_megamoe import ClampedSwiGLU
-from tests.cases import F32, Batch
 
 # (g, u) -> h and its derivatives in g and u.
 Unit = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -20,12 +19,16 @@ class Biases(NamedTuple):
     b_down: Any  # [E, H]
 
 
-def normal_biases(batch: Batch, *, seed: int = 0, dtype: Any = F32) -> Biases:
-    """Random normal biases of the order of what they are added to."""
+def normal_biases(w_gate: Any, *, seed: int = 0, dtype: Any = np.float32) -> Biases:
+    """Random normal biases for experts of such a w_gate, which bf16 does not hold in float32."""
     rng = np.random.default_rng(seed)
-    experts, hidden, inner = batch.w_gate.shape
-    shapes = (experts, inner), (experts, inner), (experts, hidden)
-    return Biases(*(rng.standard_normal(shape).astype(dtype) for shape in shapes))
+    return Biases(*(rng.standard_normal(b.shape).astype(dtype) for b in no_biases(w_gate)))
+
+
+def no_biases(w_gate: Any) -> Biases:
+    """Zeros, in float64."""
+    experts, hidden, inner = w_gate.shape
+    return Biases(*(np.zeros((experts, outputs)) for outputs in (inner, inner, hidden)))
 
 
 def swiglu(g: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jax_megamoe import mega_moe
 from tests.cases import Batch, Results
+from tests.gated import Biases
 
 
 def expert_mesh(num_ranks: int) -> Mesh:
@@ -26,28 +27,49 @@ def bind(**options: Any) -> Callable[..., Any]:
 
 def results_and_pullback(op: Callable[..., Any]) -> Callable[..., Results]:
     """A function of the arrays of a batch: y and its five gradients, all in one program."""
+    run = _value_and_pullback(op)
+    return lambda *arrays: Results(*run(*arrays))
 
-    def run(x: Any, expert_idx: Any, expert_weight: Any, *rest: Any) -> Results:
-        *weights, dy = rest
+
+def biased_results_and_pullback(op: Callable[..., Any]) -> Callable[..., tuple[Results, Biases]]:
+    """The same of experts with biases, which come before dy: also the gradients of these."""
+
+    def with_biases(*arrays: Any) -> Any:
+        return op(*arrays[:-3], **dict(zip(Biases._fields, arrays[-3:], strict=True)))
+
+    def run(*arrays: Any) -> tuple[Results, Biases]:
+        results = _value_and_pullback(with_biases)(*arrays)
+        return Results(*results[:-3]), Biases(*results[-3:])
+
+    return run
+
+
+def _value_and_pullback(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    def run(x: Any, expert_idx: Any, expert_weight: Any, *rest: Any) -> tuple[Any, ...]:
+        *experts, dy = rest
         y, pull = jax.vjp(
-            lambda x, w, *weights: op(x, expert_idx, w, *weights), x, expert_weight, *weights
+            lambda x, w, *experts: op(x, expert_idx, w, *experts), x, expert_weight, *experts
         )
-        return Results(y, *pull(dy))
+        return y, *pull(dy)
 
     return run
 
 
 @functools.cache
-def compiled(num_ranks: int | None = None, *, check_vma: bool = True, **options: Any) -> Any:
+def compiled(
+    num_ranks: int | None = None, *, biased: bool = False, check_vma: bool = True, **options: Any
+) -> Any:
     """The layer and its gradients as one jitted function of a batch's arrays.
 
     Args:
       num_ranks: None: one device, without shard_map; else the size of the expert axis, over which
         tokens and experts are split.
+      biased: experts have biases.
       options: the static options of `mega_moe`.
     """
     axis_name = None if num_ranks is None else "expert"
-    run = results_and_pullback(bind(axis_name=axis_name, **options))
+    pullback = biased_results_and_pullback if biased else results_and_pullback
+    run = pullback(bind(axis_name=axis_name, **options))
     if num_ranks is not None:
         run = jax.shard_map(
             run,
@@ -62,6 +84,14 @@ def compiled(num_ranks: int | None = None, *, check_vma: bool = True, **options:
 def run(batch: Batch, num_ranks: int | None = None, **how: Any) -> Results:
     """The results of `compiled(num_ranks, **how)` on a batch, as NumPy arrays."""
     return Results(*map(np.asarray, compiled(num_ranks, **how)(*batch)))
+
+
+def run_biased(
+    batch: Batch, biases: Biases, num_ranks: int | None = None, **how: Any
+) -> tuple[Results, Biases]:
+    """As `run`, of experts with biases."""
+    found = compiled(num_ranks, biased=True, **how)(*batch[:-1], *biases, batch.dy)
+    return jax.tree.map(np.asarray, found)
 
 
 def after_steps(step: Callable[..., Any], batch: Batch, num_ranks: int, count: int = 1000) -> Any:

@@ -31,7 +31,7 @@ from tests.lowering import count, lower_for_cuda
 
 T, K, E, H, I = 16, 2, 8, 64, 64
 ONE_EACH = {"forward": 1, "backward": 1}
-SIZES = {"H": H, "I": I}
+SIZES: dict[str, Any] = {"H": H, "I": I}
 POLICIES = jax.checkpoint_policies
 REMAT_POLICIES = (
     None,

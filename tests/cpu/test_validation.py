@@ -269,14 +269,14 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
         ValueError,
         "activation",
         "'gelu'",
-        "one of 'swiglu'",
+        "one of 'swiglu', 'geglu'",
     ),
     "activation a function": (
         {"activation": jax.nn.silu},
         TypeError,
         "activation",
         "silu",
-        "one of 'swiglu'",
+        "one of 'swiglu', 'geglu', or a ClampedSwiGLU",
     ),
     "backend unknown": (
         {"backend": "tpu"},

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_megamoe import layouts, mega_moe
+from jax_megamoe import MegaMoEConfig, layouts, mega_moe, presets
 from jax_megamoe.layouts import Layout, Stored
 from jax_megamoe.nnx import MegaMoE
 from jax_megamoe.weights import Computed, export_weights, import_weights, tensor_names
@@ -78,7 +78,11 @@ def test_the_op_gives_what_the_other_code_gives(family: str, inner: int) -> None
     w = rng.random(ids.shape).astype(np.float32)
     right = [sum(w[t, k] * expert(tensors, x[t], ids[t, k]) for k in range(2)) for t in range(5)]
     weights = (got[name] for name in ("w_gate", "w_up", "w_down"))
-    found = mega_moe(x, ids, w, *weights, precision="float32", backend="reference")
+    options: dict[str, Any] = {name: got[name] for name in got if name.startswith("b_")}
+    if family == "gpt_oss":
+        assert len(options) == 3
+        options["activation"] = presets.GPT_OSS_ACTIVATION
+    found = mega_moe(x, ids, w, *weights, precision="float32", backend="reference", **options)
     np.testing.assert_allclose(np.asarray(found), right, rtol=2e-5, atol=2e-5)
 
 
@@ -100,17 +104,35 @@ def test_router(family: str, name: str, kind: str) -> None:
     np.testing.assert_allclose(x @ imported(family, tensors)["router"], right, rtol=1e-5)
 
 
-def test_biases_of_gpt_oss() -> None:
+def test_a_layer_of_gpt_oss() -> None:
+    """The module with parameters of a checkpoint: router, biases, clamps; and all out again."""
     tensors = tensors_of("gpt_oss")
-    got = imported("gpt_oss", tensors)
-    x = np.random.default_rng(1).standard_normal(H).astype(np.float32)
-    for e in range(E):
-        g, u = (x @ got[f"w_{n}"][e] + got[f"b_{n}"][e] for n in ("gate", "up"))
-        found = (foreign.silu(g) * u) @ got["w_down"][e] + got["b_down"][e]
-        np.testing.assert_allclose(
-            found, foreign.gpt_oss_with_biases(tensors, x, e), rtol=1e-5, atol=1e-5
-        )
-    np.testing.assert_array_equal(got["router_bias"], tensors[PREFIX + "router.bias"])
+    config = MegaMoEConfig(precision="float32", activation=presets.GPT_OSS_ACTIVATION)
+    options: dict[str, Any] = {"router_config": presets.GPT_OSS, "expert_bias": True}
+    layer = MegaMoE(H, I, E, 2, config=config, **options, rngs=nnx.Rngs(0))
+    for name, value in imported("gpt_oss", tensors).items():
+        getattr(layer, name)[...] = jnp.asarray(value)
+    x = 4 * np.random.default_rng(1).standard_normal((20, H)).astype(np.float32)
+    gate_up = np.einsum("th,ehi->tei", x, tensors[PREFIX + "experts.gate_up_proj"])
+    assert np.mean(gate_up > 7) > 0.1 and np.mean(gate_up < -7) > 0.1
+    right = np.zeros_like(x)
+    expert = FAMILIES["gpt_oss"]()[1]
+    logits = x @ tensors[PREFIX + "router.weight"].T + tensors[PREFIX + "router.bias"]
+    for t, chosen in enumerate(np.argsort(-logits, axis=1)[:, :2]):
+        weights = np.exp(logits[t, chosen]) / np.exp(logits[t, chosen]).sum()
+        right[t] = sum(w * expert(tensors, x[t], e) for w, e in zip(weights, chosen, strict=True))
+    np.testing.assert_allclose(layer(jnp.asarray(x))[0], right, rtol=1e-4, atol=1e-4)
+    mine = {name: value[...] for name, value in nnx.to_pure_dict(nnx.state(layer)).items()}
+    back = export_weights(mine, layouts.GPT_OSS, **sizes("gpt_oss"))
+    assert set(back) == set(tensors)
+    for name, a in tensors.items():
+        np.testing.assert_array_equal(back[name], a)
+
+
+def test_router_bias_of_gpt_oss() -> None:
+    tensors = tensors_of("gpt_oss")
+    found = imported("gpt_oss", tensors)["router_bias"]
+    np.testing.assert_array_equal(found, tensors[PREFIX + "router.bias"])
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
