@@ -24,9 +24,12 @@ OPTIONS: dict[str, Any] = {
     "config": MegaMoEConfig(precision="bf16"),
     "router_config": RouterConfig(scores="sigmoid", selection_bias=True),
     "shared_intermediate_size": 6,
+    "expert_bias": True,
     "expert_axis": "expert",
 }
-PARAMETERS = {"router", "w_gate", "w_up", "w_down", "shared_w_gate", "shared_w_up", "shared_w_down"}
+PARAMETERS = {"router"} | {
+    f"{w}_{n}" for w in ("w", "b", "shared_w") for n in ("gate", "up", "down")
+}
 X = make_x(8, 5)
 MODULE = linen.MegaMoE(H, I, E, K, **OPTIONS)
 # Of the run that restores: experts over how many devices, in which order, on which axis type.

@@ -82,10 +82,16 @@ def hoppers(count: int = 1, **changes: Any) -> Facts:
     return dataclasses.replace(facts, **changes)
 
 
-def question(weights: str = "float32", R: int = 1, config: Any = None, **sizes: int) -> Question:
+def question(
+    weights: str = "float32",
+    R: int = 1,
+    config: Any = None,
+    expert_bias: bool = False,
+    **sizes: int,
+) -> Question:
     choices = MegaMoEConfig(**(config or {}))
     dims = Dims(R=R, pool_factor=choices.pool_factor, **(SIZES | sizes))
-    return Question(dims=dims, config=choices, weights=weights)
+    return Question(dims=dims, config=choices, weights=weights, expert_bias=expert_bias)
 
 
 def text(facts: Facts, asked: Question) -> list[str]:
@@ -117,6 +123,7 @@ def test_a_laptop_is_told_all_of_it() -> None:
         "  XLA_PYTHON_CLIENT_MEM_FRACTION is not set: JAX takes up to 0.75 of each GPU",
         "a call of T = 16384, K = 8, E = 128, R = 1, H = 2048, I = 768",
         '  precision="bf16", backend="auto", save="none", trainable_experts=True, float32 weights',
+        "  activation='swiglu', experts without biases",
         "memory of the kernels, on each GPU",
         "  float32 parameters, gradients of other layers and optimizer state come on top",
         "what runs",
@@ -226,6 +233,18 @@ def test_each_line(facts: Facts, asked: dict[str, Any], line: str) -> None:
             "nothing",
             "GPU 1 does not reach the memory of GPU 0 (no peer access)",
         ),
+        (
+            hoppers(),
+            {"config": {"activation": "geglu"}},
+            "reference",
+            "the kernels have no activation 'geglu' yet",
+        ),
+        (
+            hoppers(2),
+            {"R": 2, "expert_bias": True, "config": {"backend": "cuda"}},
+            "nothing",
+            "the kernels have no expert biases yet",
+        ),
     ],
 )
 def test_reasons_against_the_kernels(
@@ -282,6 +301,7 @@ def unbuilt(nvcc: str) -> Facts:
     ("facts", "asked", "advice"),
     [
         (laptop(), {"H": 100}, "No machine runs the kernels for this call: change what its reas"),
+        (hoppers(), {"expert_bias": True}, "No machine runs the kernels for this call: change wh"),
         (
             laptop(),
             {"config": {"backend": "cuda"}},
@@ -362,6 +382,7 @@ def test_memory_is_that_of_the_calls() -> None:
         (["--pool-factor", "0.5"], "pool_factor: was 0.5; it may be a finite number of at least 1"),
         (["--tokens", "many"], "invalid int value"),
         (["--save", "all"], "invalid choice"),
+        (["--activation", "gelu"], "invalid choice"),
     ],
 )
 def test_bad_arguments(
@@ -385,6 +406,17 @@ def test_json_holds_it_all(
     assert found["question"]["config"]["trainable_experts"] is False
     assert found["diagnosis"]["runs"] == ("kernels" if facts.devices else "reference")
     assert found["facts"]["missing"] == facts.missing
+
+
+def test_activation_and_biases_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--tokens", "128", "--activation", "clamped_swiglu", "--expert-bias"]
+    assert doctor.main(arguments) == doctor.KERNELS_DO_NOT_RUN
+    out = capsys.readouterr().out
+    assert "  activation=ClampedSwiGLU(alpha=1.702, limit=7.0), experts with biases" in out
+    assert "no activation ClampedSwiGLU(alpha=1.702, limit=7.0) yet" in out
+    doctor.main([*arguments, "--json"])
+    asked = json.loads(capsys.readouterr().out)["question"]
+    assert asked["expert_bias"] and asked["config"]["activation"] == {"alpha": 1.702, "limit": 7.0}
 
 
 def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -34,7 +34,12 @@ SHARED: dict[str, Any] = {"shared_intermediate_size": 20, "shared_gate": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"config": MegaMoEConfig(save="gate_up"), "dtype": jnp.bfloat16, **SHARED},
     "biases": {"router_config": BIASED, "param_dtype": jnp.bfloat16},
-    "gpt_oss": {"router_config": presets.GPT_OSS, "shared_intermediate_size": 20},
+    "gpt_oss": {
+        "router_config": presets.GPT_OSS,
+        "config": MegaMoEConfig(activation=presets.GPT_OSS_ACTIVATION),
+        "expert_bias": True,
+        "shared_intermediate_size": 20,
+    },
 }
 
 
@@ -52,9 +57,10 @@ def test_is_the_nnx_layer_bit_for_bit(name: str) -> None:
     """The same variables; with equal values the same y, aux and gradients."""
     in_nnx, in_linen = of_nnx(**OPTIONS[name]), of_linen(**OPTIONS[name])
     values, of_linen_init = in_nnx.init(0), in_linen.init(0)
-    if "selection_bias" in values:
-        bias = np.random.default_rng(2).normal(size=E)
-        values["selection_bias"] = jnp.asarray(bias, jnp.float32)
+    for bias in ("selection_bias", "b_gate", "b_up", "b_down"):
+        if bias in values:
+            drawn = np.random.default_rng(2).normal(size=values[bias].shape)
+            values[bias] = jnp.asarray(drawn, values[bias].dtype)
     assert {n: (v.shape, v.dtype) for n, v in values.items()} == {
         n: (v.shape, v.dtype) for n, v in of_linen_init.items()
     }

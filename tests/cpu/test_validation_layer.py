@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from jax_megamoe import linen
-from jax_megamoe.config import RouterConfig
+from jax_megamoe.config import MegaMoEConfig, RouterConfig
 from jax_megamoe.nnx import MegaMoE
 from tests.refusals import refusal, with_fields
 
@@ -43,6 +43,20 @@ BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], type[Exception], str, str, str
         "num_experts_per_token",
         "33",
         r"in 1\.\.32",
+    ),
+    "expert_bias a number": (
+        {"expert_bias": 1},
+        TypeError,
+        "expert_bias",
+        r"1 \(int\)",
+        "True or False, static",
+    ),
+    "config.activation unknown": (
+        {"config": with_fields(MegaMoEConfig(), activation="relu")},
+        ValueError,
+        "activation",
+        "'relu'",
+        "one of 'swiglu', 'geglu'",
     ),
     "config a dict": ({"config": {}}, TypeError, "config", "dict", "a MegaMoEConfig"),
     "expert_axis a tuple": ({"expert_axis": ("e",)}, TypeError, "expert_axis", "'e'", AXIS),
