@@ -6,6 +6,7 @@ have equal shares of tokens and experts and whose kernels run at once, on a devi
 those of all, one rank behind another.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -88,13 +89,21 @@ def program(name: str) -> Path:
     folder = Path(tempfile.mkdtemp())
     emulator = ROOT / "tests" / "emulator"
     sources = [emulator / f"{name}.cc", emulator / "machine.cc"]
-    sources += [RANKS / "calls.cc"] if name == "main" else []
+    sources += [emulator / "general.cc", RANKS / "calls.cc"] if name == "main" else []
     sources += [ROOT / "cuda" / "host" / f"{source}.cc" for source in HOST_SOURCES[name]]
     includes = [f"-I{emulator}", f"-I{RANKS}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
-    command = [compiler, "-std=c++20", "-O2", "-DMEGAMOE_FAULTS", *includes, *map(str, sources)]
-    program = folder / name
-    result = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-4000:]
+    command = [compiler, "-std=c++20", "-O2", "-DMEGAMOE_FAULTS", *includes]
+    objects, program = {source: folder / f"{source.stem}.o" for source in sources}, folder / name
+
+    def run(*arguments: str | Path) -> None:
+        result = subprocess.run([*command, *arguments], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr[-4000:]
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(run, "-c", source, "-o", to) for source, to in objects.items()]
+    for job in jobs:
+        job.result()
+    run(*objects.values(), "-o", program)
     return program
 
 

@@ -3,12 +3,9 @@
 
 #include "calls.h"
 #include "comm/share_inputs.cuh"
-#include "kernel/activation.cuh"
 #include "kernel/backward.h"
-#include "kernel/backward_steps.cuh"
 #include "kernel/forward.h"
-#include "kernel/forward_steps.cuh"
-#include "kernel/skeleton.cuh"
+#include "kernels.h"
 #include "machine.h"
 #include "plan/plan.h"
 
@@ -119,19 +116,6 @@ CudaStatus plan::Launch(cudaStream_t, const PlanProblem& problem, int pass,
   return {};
 }
 
-// As cuda/kernel/forward_kernels.cuh.
-template <typename Activation>
-void RunForwardKernel(const ForwardMaps& maps, const ForwardParams& params) {
-  const bool keeps = params.gate_up != nullptr && params.pass == 0;
-  if (params.dims.R > 1) {
-    keeps ? Skeleton<ForwardSteps<true, true, Activation>>::Run(maps, params)
-          : Skeleton<ForwardSteps<false, true, Activation>>::Run(maps, params);
-  } else {
-    keeps ? Skeleton<ForwardSteps<true, false, Activation>>::Run(maps, params)
-          : Skeleton<ForwardSteps<false, false, Activation>>::Run(maps, params);
-  }
-}
-
 CudaStatus LaunchShareInputs(cudaStream_t, int blocks, const ShareParams& params) {
   static_assert(kShareThreads == emulator::kBlockThreads);
   Enqueue({[=] { ShareInputs(params); }, blocks});
@@ -140,37 +124,17 @@ CudaStatus LaunchShareInputs(cudaStream_t, int blocks, const ShareParams& params
 
 CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
                          const ForwardParams& params, bool) {
-  const auto run = IsGeneral(params.unit, params.biases) ? RunForwardKernel<GeneralUnit>
-                                                         : RunForwardKernel<SwiGlu>;
+  const auto run = IsGeneral(params.unit, params.biases) ? emulator::RunForward<GeneralUnit>
+                                                         : emulator::RunForward<SwiGlu>;
   Enqueue({[=] { run(maps, params); }, blocks});
   return {};
 }
 
-// As cuda/kernel/backward_kernels.cuh.
-template <typename Activation, typename Gradients, bool kTakesGateUp>
-void RunBackwardKernel(const BackwardMaps& maps, const BackwardParams& params) {
-  params.dims.R > 1
-      ? Skeleton<BackwardSteps<Gradients, kTakesGateUp, true, Activation>>::Run(maps, params)
-      : Skeleton<BackwardSteps<Gradients, kTakesGateUp, false, Activation>>::Run(maps, params);
-}
-
-template <typename Activation>
-auto BackwardKernelOf(const BackwardParams& params, bool float_gradients) {
-  if (params.pass > 0) return Skeleton<BackwardSteps<AddedGradients, false, true, Activation>>::Run;
-  if (params.gate_up != nullptr) {
-    return float_gradients ? RunBackwardKernel<Activation, F32Gradients, true>
-                           : RunBackwardKernel<Activation, Bf16Gradients, true>;
-  }
-  return float_gradients ? RunBackwardKernel<Activation, F32Gradients, false>
-                         : RunBackwardKernel<Activation, Bf16Gradients, false>;
-}
-
 CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
                           const BackwardParams& params, bool float_gradients, bool) {
-  const auto run = IsGeneral(params.unit, params.biases)
-                       ? BackwardKernelOf<GeneralUnit>(params, float_gradients)
-                       : BackwardKernelOf<SwiGlu>(params, float_gradients);
-  Enqueue({[=] { run(maps, params); }, blocks});
+  const auto run = IsGeneral(params.unit, params.biases) ? emulator::RunBackward<GeneralUnit>
+                                                         : emulator::RunBackward<SwiGlu>;
+  Enqueue({[=] { run(maps, params, float_gradients); }, blocks});
   return {};
 }
 
@@ -187,6 +151,7 @@ class Emulated final : public ranks::Machine {
     num_multiprocessors = h_.multiprocessors;
     emulator::Seed(h_.seed);
     megamoe::seeded_fault = h_.fault;
+    emulator::SetGeneralFault(h_.fault);
   }
 
   void* Allocate(int64_t bytes) override {
