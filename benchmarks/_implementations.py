@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from _shapes import SEED, normal
 from _timing import Run
 
-from jax_megamoe import mega_moe
+from jax_megamoe import ClampedSwiGLU, mega_moe
 from jax_megamoe.config import SAVES
 
 # x, expert_idx, expert_weight, w_gate, w_up, w_down -> y
@@ -60,7 +60,7 @@ def jax_run(
 def _differentiated(
     layer: Layer, trainable: bool, x: jax.Array, ids: jax.Array, w: jax.Array, *weights: jax.Array
 ) -> tuple[jax.Array, Callable[..., Any]]:
-    """y, and the function from dy to the five gradients, or to the first two of them."""
+    """y, and the function from dy to all gradients, or to the first two of them."""
 
     def of_floats(x: jax.Array, w: jax.Array, *trained: jax.Array) -> jax.Array:
         return layer(x, ids, w, *(trained or weights))
@@ -83,6 +83,22 @@ def jax_megamoe_frozen(pass_name: str, save: str, arrays: list[jax.Array]) -> Ru
     """No gradient of a weight is computed, nor written as zeros."""
     how = {"backend": backend(), "save": save, "trainable_experts": False}
     return jax_run(functools.partial(mega_moe, **how), pass_name, arrays, trainable=False)
+
+
+def jax_megamoe_clamped_bias(pass_name: str, save: str, arrays: list[jax.Array]) -> Run:
+    """The experts of gpt-oss: clamped SwiGLU, and float32 biases, whose gradients come too."""
+    how = {"backend": backend(), "save": save, "activation": ClampedSwiGLU()}
+
+    def layer(*arrays: Any) -> Any:
+        biases = dict(zip(("b_gate", "b_up", "b_down"), arrays[6:], strict=True))
+        return mega_moe(*arrays[:6], **biases, **how)
+
+    *_, w_gate, _, w_down = arrays
+    columns = (w_gate.shape[2], w_gate.shape[2], w_down.shape[2])
+    keys = jax.random.split(jax.random.key(SEED + 2), len(columns))
+    shapes = [(w_gate.shape[0], n) for n in columns]
+    biases = [normal(key, shape, "float32") for key, shape in zip(keys, shapes, strict=True)]
+    return jax_run(layer, pass_name, [*arrays, *biases])
 
 
 def backend() -> str:
@@ -198,6 +214,7 @@ IMPLEMENTATIONS = {
     for implementation in (
         Implementation("jax_megamoe", jax_megamoe, SAVES),
         Implementation("jax_megamoe_frozen", jax_megamoe_frozen, SAVES),
+        Implementation("jax_megamoe_clamped_bias", jax_megamoe_clamped_bias, SAVES),
         Implementation("torch_grouped_mm", torch_grouped_mm, ("activations",)),
         Implementation("tokamax_ragged_dot", tokamax_ragged_dot, ("activations",)),
         Implementation("lax_ragged_dot", lax_ragged_dot, ("activations",)),

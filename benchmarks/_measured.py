@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from _implementations import IMPLEMENTATIONS, device_copy, jax_megamoe, matmul
-from _report import FROZEN, OURS, Named
+from _report import CLAMPED_BIAS, FROZEN, OURS, Named
 from _shapes import DTYPES, SEED, Shape, bound_ms, inputs
 from _timing import Clock, Figures, Method, Run, Timed, caught, measure
 
@@ -50,14 +50,17 @@ def variants(
     """Of jax_megamoe all that were asked for, of the shape's peers those that there are.
 
     A forward without a gradient keeps nothing: there `save` is "none" for all, and experts that
-    are not trained make no difference. They are measured when `only` names them.
+    are not trained make no difference. They are measured when `only` names them, and so are those
+    of gpt-oss.
     """
     found = []
-    frozen = [FROZEN] if FROZEN in only and pass_name != "forward" else []
-    for name in (OURS, *frozen, *shape.peers):
+    others = [name for name in (FROZEN, CLAMPED_BIAS) if name in only]
+    if pass_name == "forward":
+        others = [name for name in others if name != FROZEN]
+    for name in (OURS, *others, *shape.peers):
         if only and name not in only:
             continue
-        ours = name in (OURS, FROZEN)
+        ours = name in (OURS, FROZEN, CLAMPED_BIAS)
         kept = IMPLEMENTATIONS[name].saves
         kept = [save for save in kept if save in saves] if ours else kept
         for dtype in weights if ours else {"bf16"} & set(weights):

@@ -8,6 +8,7 @@ Record = Mapping[str, Any]
 Named = tuple[str, Record]  # with the name of its shape
 OURS = "jax_megamoe"
 FROZEN = "jax_megamoe_frozen"  # with experts that are not trained
+CLAMPED_BIAS = "jax_megamoe_clamped_bias"  # with the activation and the biases of gpt-oss
 COLUMNS = (
     "shape",
     "pass",

@@ -16,7 +16,8 @@ rounds. Gradients of weights have the dtype of the weights; the peers take bf16 
 By default a forward and a forward with its backward are measured, each in rounds of its own. The
 gradients of one forward again and again, `backward`, say where the time of the two goes.
 `--only jax_megamoe jax_megamoe_frozen` also measures experts that are not trained: without their
-gradients a backward has 6 T K H I useful FLOPs.
+gradients a backward has 6 T K H I useful FLOPs. `--only jax_megamoe jax_megamoe_clamped_bias` has
+the experts of gpt-oss beside those of SwiGLU, with clamped SwiGLU and biases.
 
 What fails is reported as that: its record holds the error's text in place of figures, and the
 program ends with 1 if jax_megamoe itself failed. `--set tiny` and, with XLA_FLAGS saying
@@ -45,7 +46,7 @@ from _ranks import (
     run_ranks_against_bound,
 )
 from _record import device, write
-from _report import FROZEN, OURS, Named, draw, table
+from _report import CLAMPED_BIAS, FROZEN, OURS, Named, draw, table
 from _shapes import FLOP_FACTORS, RANK_PEERS, SETS, Shape
 from _timing import Clock, Method
 from _workers import Workers
@@ -83,7 +84,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=(*IMPLEMENTATIONS, *RANK_PEERS),
         default=[],
         metavar="NAME",
-        help=f"implementations to measure, all but {FROZEN} unless said: "
+        help=f"implementations to measure, all but {FROZEN} and {CLAMPED_BIAS} unless said: "
         f"{', '.join(IMPLEMENTATIONS)}; over several GPUs {OURS}, {', '.join(RANK_PEERS)}",
     )
     parser.add_argument(
@@ -207,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(named))
     if options.png:
         draw(options.png, session.beside_peers or session.against_bound, device())
-    return int(any(r["impl"] in (OURS, FROZEN) and "error" in r for _, r in named))
+    ours = (OURS, FROZEN, CLAMPED_BIAS)
+    return int(any(r["impl"] in ours and "error" in r for _, r in named))
 
 
 if __name__ == "__main__":

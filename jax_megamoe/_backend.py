@@ -17,31 +17,24 @@ from jax.interpreters import mlir
 from jax_megamoe import _ffi, reference
 from jax_megamoe.config import KERNEL_MULTIPLE, Dims, MegaMoEConfig
 from jax_megamoe.memory import gate_up_array
-from jax_megamoe.validation import lacking_in_kernels
 
 Array = jax.Array
 
 
-def reason_for_reference(
-    config: MegaMoEConfig, *, H: int, I: int, R: int = 1, expert_bias: bool = False
-) -> str:
+def reason_for_reference(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -> str:
     """Why a call on a GPU of this process runs the reference; "" when it runs the kernels.
 
     Also "" when it asks for the kernels by name. Values are not checked here; the call does that.
 
     Args:
       H: hidden size. I: intermediate size of an expert. R: ranks that share the experts.
-      expert_bias: whether the experts have biases.
     """
     if config.backend == "cuda":
         return ""
-    refusals = call_refusals(config, H=H, I=I, R=R, expert_bias=expert_bias)
-    return next(iter(refusals), "") or _ffi.missing()
+    return next(iter(call_refusals(config, H=H, I=I, R=R)), "") or _ffi.missing()
 
 
-def call_refusals(
-    config: MegaMoEConfig, *, H: int, I: int, R: int = 1, expert_bias: bool = False
-) -> list[str]:
+def call_refusals(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -> list[str]:
     """What "auto" finds in a call to run the reference for, on any machine; [] for nothing."""
     refusals = {
         'backend="reference" asks for it': config.backend == "reference",
@@ -51,11 +44,7 @@ def call_refusals(
             H % KERNEL_MULTIPLE or I % KERNEL_MULTIPLE
         ),
     }
-    lacking = lacking_in_kernels(config, expert_bias=expert_bias)
-    return [
-        *(why for why, holds in refusals.items() if holds),
-        *(f"the kernels have no {one.what} yet" for one in lacking),
-    ]
+    return [why for why, holds in refusals.items() if holds]
 
 
 def forward(
@@ -66,7 +55,7 @@ def forward(
     keep_gate_up: bool,
 ) -> tuple[Array, ...]:
     """As `reference.forward`, with the sums of the backend that runs."""
-    if _is_open(dims, config, arrays[3:]):
+    if _is_open(dims, config):
         x, *_ = arrays
         results = [
             _ffi.result_type(x, (dims.T, dims.H), x.dtype),
@@ -91,7 +80,7 @@ def backward(
     _, x, _, _, *experts = arrays
     takes_gate_up = gate_up is not None
     operands = arrays if gate_up is None else (*arrays, gate_up)
-    if _is_open(dims, config, experts):
+    if _is_open(dims, config):
         results = [
             _ffi.result_type(x, (dims.T, dims.H), x.dtype),
             _ffi.result_type(x, (dims.T, dims.K), jnp.float32),
@@ -103,12 +92,10 @@ def backward(
     return _run(_backward_on, config, operands, **options)
 
 
-def _is_open(dims: Dims, config: MegaMoEConfig, experts: Sequence[Array]) -> bool:
+def _is_open(dims: Dims, config: MegaMoEConfig) -> bool:
     """Whether the platform decides. Then R is 1, and no pass talks to another rank."""
-    if config.backend != "auto":
-        return False
-    sizes, expert_bias = {"H": dims.H, "I": dims.I, "R": dims.R}, len(experts) > 3
-    return not reason_for_reference(config, **sizes, expert_bias=expert_bias)
+    is_auto = config.backend == "auto"
+    return is_auto and not reason_for_reference(config, H=dims.H, I=dims.I, R=dims.R)
 
 
 def _run(

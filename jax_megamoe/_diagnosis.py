@@ -151,9 +151,7 @@ def _of_call(question: Question) -> list[str]:
 
 
 def _refusals(question: Question, num_ranks: int) -> list[str]:
-    H, I = question.dims.H, question.dims.I
-    bias = question.expert_bias
-    return call_refusals(question.config, H=H, I=I, R=num_ranks, expert_bias=bias)
+    return call_refusals(question.config, H=question.dims.H, I=question.dims.I, R=num_ranks)
 
 
 def _of_device(facts: Facts, device: Device) -> list[str]:
@@ -197,16 +195,17 @@ def _unreached(facts: Facts, num_ranks: int) -> list[str]:
 def _memory(question: Question) -> tuple[Memory | None, str]:
     """What the kernels take, or why they take no such sizes."""
     dims, config = question.dims, question.config
-    keeps = config.save == "gate_up"
+    keeps, bias = config.save == "gate_up", question.expert_bias
     try:
         sizes = dataclasses.asdict(dims)
-        plan = memory.memory_plan(**sizes, combine_dtype=config.combine_dtype)
-        operands = memory.backward_operands(dims, keeps)
+        how = {"combine_dtype": config.combine_dtype, "expert_bias": bias}
+        plan = memory.memory_plan(**sizes, **how)
+        operands = memory.backward_operands(dims, keeps, bias)
         dtype = question.weights if config.trainable_experts else None
-        results = memory.backward_results(dims, dtype)
+        results = memory.backward_results(dims, dtype, bias)
     except ValueError as error:
         return None, str(error)
-    gradients = ("dx", "dw", "dw_gate", "dw_up", "dw_down")
+    gradients = ("dx", "dw", "dw_gate", "dw_up", "dw_down", "db_gate", "db_up", "db_down")
     workspace = sum(a.num_bytes for a in results if a.name not in gradients)
     kept_bytes = plan.gate_up_bytes if keeps else 0
     return Memory(

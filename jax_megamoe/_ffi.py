@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_megamoe.activation import gated_unit
 from jax_megamoe.config import WAIT_DEADLINE_S, Dims, MegaMoEConfig
 from jax_megamoe.memory import (
     ArraySize,
@@ -35,6 +36,9 @@ PLAN = "jax_megamoe_plan"
 FORWARD = "jax_megamoe_forward"
 BACKWARD = "jax_megamoe_backward"
 PEER_PROBE = "jax_megamoe_peer_probe"
+
+# Of the arrays of the experts, those before the biases.
+NUM_WEIGHTS = 3
 
 AxisName = str | tuple[str, ...] | None
 
@@ -163,10 +167,7 @@ def forward_call(
     x: jax.Array,
     expert_idx: jax.Array,
     expert_weight: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
-    *,
+    *experts: jax.Array,
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: AxisName,
@@ -177,7 +178,8 @@ def forward_call(
 ) -> tuple[jax.Array, ...]:
     """The forward custom call of one rank.
 
-    Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight to float32.
+    Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight and biases to
+      float32.
       axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
       keep_gate_up: also returns what the backward then needs not compute again. The kernels are
         others than without.
@@ -198,16 +200,16 @@ def forward_call(
       MemoryError, ValueError: as `memory.check_fits`.
     """
     register()
-    check_fits(dims, keep_gate_up)
+    expert_bias = len(experts) > NUM_WEIGHTS
+    check_fits(dims, keep_gate_up, expert_bias)
     results = forward_results(dims, keep_gate_up)
     num_workspace = len(results) - 2 - keep_gate_up
     if trace:
         results.append(trace_result(dims, forward_steps(dims)))
     call = jax.ffi.ffi_call(_target(FORWARD, dims), _results(x, results))
-    operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     y, counts, *rest = call(
-        *operands,
-        **_attributes(dims, config, axis_name),
+        *_operands(x, expert_idx, expert_weight, *experts),
+        **_attributes(dims, config, axis_name, expert_bias),
         **_work(dims, forward_steps(dims), keep_gate_up, launches, deadline_s),
     )
     # One source needs no sum, which would be a kernel of its own.
@@ -220,10 +222,7 @@ def backward_call(
     x: jax.Array,
     expert_idx: jax.Array,
     expert_weight: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
-    *,
+    *experts: jax.Array,
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: AxisName,
@@ -240,31 +239,33 @@ def backward_call(
     Returns:
       dx [T, H] in the dtype of x, dw float32 [T, K] and, with config.trainable_experts, the
       gradients of w_gate, w_up and w_down in the dtype of w_gate, rounded once from float32 sums,
-      those of several passes from the sum over these; with trace also the TraceRecords.
+      those of several passes from the sum over these, and with biases those of b_gate, b_up and
+      b_down, float32; with trace also the TraceRecords.
 
     Raises:
       MemoryError, ValueError: as `memory.check_fits`.
     """
     register()
     steps = backward_steps(dims, trainable_experts=config.trainable_experts)
-    dtype = w_gate.dtype if config.trainable_experts else None
-    check_backward_fits(dims, dtype, gate_up is not None)
-    results = backward_results(dims, dtype)
+    expert_bias = len(experts) > NUM_WEIGHTS
+    dtype = experts[0].dtype if config.trainable_experts else None
+    check_backward_fits(dims, dtype, gate_up is not None, expert_bias)
+    results = backward_results(dims, dtype, expert_bias)
     if trace:
         results.append(trace_result(dims, steps))
     call = jax.ffi.ffi_call(_target(BACKWARD, dims), _results(x, results))
-    operands = _operands(x, expert_idx, expert_weight, w_gate, w_up, w_down)
     kept = () if gate_up is None else (gate_up,)
     dx, *rest = call(
         jnp.asarray(dy, jnp.bfloat16),
-        *operands,
+        *_operands(x, expert_idx, expert_weight, *experts),
         *kept,
-        **_attributes(dims, config, axis_name),
+        **_attributes(dims, config, axis_name, expert_bias),
         **_work(dims, steps, gate_up is not None, launches, deadline_s),
     )
-    dw, *dw_experts = rest[: 4 if config.trainable_experts else 1]
-    dw_experts = (d.astype(dtype) for d in dw_experts)
-    return dx.astype(x.dtype), dw, *dw_experts, *(rest[-1:] if trace else ())
+    dw, *d_experts = rest[: 1 + len(experts) if config.trainable_experts else 1]
+    d_weights = (d.astype(dtype) for d in d_experts[:NUM_WEIGHTS])
+    d_biases = d_experts[NUM_WEIGHTS:]
+    return dx.astype(x.dtype), dw, *d_weights, *d_biases, *(rest[-1:] if trace else ())
 
 
 def _work(
@@ -294,10 +295,11 @@ def _target(of_one_rank: str, dims: Dims) -> str:
 
 
 def _operands(
-    x: jax.Array, expert_idx: jax.Array, expert_weight: jax.Array, *weights: jax.Array
+    x: jax.Array, expert_idx: jax.Array, expert_weight: jax.Array, *experts: jax.Array
 ) -> list[jax.Array]:
-    bf16 = [jnp.asarray(a, jnp.bfloat16) for a in (x, *weights)]
-    return [bf16[0], expert_idx, jnp.asarray(expert_weight, jnp.float32), *bf16[1:]]
+    bf16 = [jnp.asarray(a, jnp.bfloat16) for a in (x, *experts[:NUM_WEIGHTS])]
+    biases = [jnp.asarray(a, jnp.float32) for a in experts[NUM_WEIGHTS:]]
+    return [bf16[0], expert_idx, jnp.asarray(expert_weight, jnp.float32), *bf16[1:], *biases]
 
 
 def _results(like: jax.Array, arrays: Sequence[ArraySize]):
@@ -316,22 +318,27 @@ def result_type(like: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DType
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def _attributes(dims: Dims, config: MegaMoEConfig, axis_name: AxisName) -> dict[str, object]:
+def _attributes(
+    dims: Dims, config: MegaMoEConfig, axis_name: AxisName, expert_bias: bool
+) -> dict[str, object]:
     attributes: dict[str, object] = {
         name: np.int64(getattr(dims, name)) for name in ("T", "K", "E", "R", "H", "I")
     }
     attributes["groups"] = _rank_groups(axis_name)
     attributes["precision"] = config.precision
-    attributes["activation"] = config.activation
+    for name, constant in gated_unit(config.activation)._asdict().items():
+        attributes[name] = np.float32(constant)
+    attributes["biases"] = np.int64(expert_bias)
     if dims.R > 1:
         attributes["combine_dtype"] = config.combine_dtype
-        attributes["configuration"] = _configuration(dims, config)
+        attributes["configuration"] = _configuration(dims, config, expert_bias)
     return attributes
 
 
-def _configuration(dims: Dims, config: MegaMoEConfig) -> np.int64:
+def _configuration(dims: Dims, config: MegaMoEConfig, expert_bias: bool) -> np.int64:
     """What the ranks of a group must agree on, in 64 bits: those of both passes of a layer."""
-    agreed = (*dataclasses.astuple(dims), config.precision, config.activation, config.combine_dtype)
+    sizes, unit = dataclasses.astuple(dims), gated_unit(config.activation)
+    agreed = (*sizes, config.precision, *unit, expert_bias, config.combine_dtype)
     # Not repr: configs that are equal agree, whatever kind of str they hold.
     digest = hashlib.blake2b(json.dumps(agreed).encode(), digest_size=8).digest()
     return np.int64(int.from_bytes(digest, "little", signed=True))

@@ -32,7 +32,7 @@ from jax_megamoe.plan import (
     plan_shapes,
     plan_sizes,
 )
-from jax_megamoe.validation import check_choice, check_pool_factor, check_size
+from jax_megamoe.validation import check_choice, check_flag, check_pool_factor, check_size
 
 INT64_MAX = 2**63 - 1
 # The share of a device that JAX takes: its older name, and the newer one, of which one may be set.
@@ -70,7 +70,8 @@ class MemoryPlan:
     that a program keeps.
 
     Attributes:
-      operands_bytes: x, expert_weight (float32), expert_idx and the rank's weights, in bf16.
+      operands_bytes: x, expert_weight (float32), expert_idx and the rank's weights, in bf16, and
+        biases, in float32.
       y_bytes: the result, [T, H] in bf16.
       plan_bytes: the plan's arrays, int32.
       pool_bytes: [P, H] in bf16: x of each row, later its o. P is at most R T K + 127 E/R, the rows
@@ -112,6 +113,7 @@ def memory_plan(
     R: int = 1,
     combine_dtype: str = "float32",
     pool_factor: float = POOL_FACTOR,
+    expert_bias: bool = False,
 ) -> MemoryPlan:
     """The device memory of one forward call with backend="cuda", for any routing.
 
@@ -119,9 +121,11 @@ def memory_plan(
       T: tokens of a rank. K: choices of a token. E: experts of all ranks. H: hidden size.
       I: intermediate size of an expert. R: ranks.
       combine_dtype, pool_factor: as in `MegaMoEConfig`.
+      expert_bias: the experts have biases.
 
     Raises:
-      TypeError: a size that is no integer, a dtype that is no string, a factor that is no number.
+      TypeError: a size that is no integer, a dtype that is no string, a factor that is no number, a
+        flag that is none.
       ValueError: a size outside the kernels' limits, more bytes than 64 bits hold, another dtype,
         or another factor, naming it.
     """
@@ -131,16 +135,20 @@ def memory_plan(
         check_size(name, size, INT32_MAX, least=0 if name == "T" else 1, multiple=multiple)
     check_choice("combine_dtype", combine_dtype, COMBINE_DTYPES)
     check_pool_factor(pool_factor)
+    check_flag("expert_bias", expert_bias)
     dims = Dims(**{name: int(size) for name, size in sizes.items()}, pool_factor=float(pool_factor))
-    return _memory_plan(dims, combine_dtype=combine_dtype)
+    return _memory_plan(dims, combine_dtype=combine_dtype, expert_bias=expert_bias)
 
 
 def _memory_plan(
-    dims: Dims, keep_gate_up: bool = False, combine_dtype: str = "float32"
+    dims: Dims,
+    keep_gate_up: bool = False,
+    combine_dtype: str = "float32",
+    expert_bias: bool = False,
 ) -> MemoryPlan:
     y, *plan, pool, h, counters = forward_results(dims)
     memory = MemoryPlan(
-        operands_bytes=_sum_bytes(forward_operands(dims)),
+        operands_bytes=_sum_bytes(forward_operands(dims, expert_bias)),
         y_bytes=y.num_bytes,
         plan_bytes=_sum_bytes(plan),
         pool_bytes=pool.num_bytes,
@@ -149,21 +157,37 @@ def _memory_plan(
         gate_up_bytes=gate_up_array(dims).num_bytes,
         peer_bytes=_peer_bytes(dims, combine_dtype),
     )
-    arrays = forward_operands(dims) + forward_results(dims, keep_gate_up)
+    arrays = forward_operands(dims, expert_bias) + forward_results(dims, keep_gate_up)
     _check_countable("forward", dims, arrays)
     return memory
 
 
-def forward_operands(dims: Dims) -> list[ArraySize]:
+def forward_operands(dims: Dims, expert_bias: bool = False) -> list[ArraySize]:
     """The operands of the forward custom call, in their order."""
-    experts = dims.experts_per_rank
     return [
         ArraySize("x", (dims.T, dims.H), _BF16),
         ArraySize("expert_idx", (dims.T, dims.K), _I32),
         ArraySize("expert_weight", (dims.T, dims.K), _F32),
+        *_weights(dims),
+        *(_biases(dims) if expert_bias else []),
+    ]
+
+
+def _weights(dims: Dims) -> list[ArraySize]:
+    experts = dims.experts_per_rank
+    return [
         ArraySize("w_gate", (experts, dims.H, dims.I), _BF16),
         ArraySize("w_up", (experts, dims.H, dims.I), _BF16),
         ArraySize("w_down", (experts, dims.I, dims.H), _BF16),
+    ]
+
+
+def _biases(dims: Dims) -> list[ArraySize]:
+    experts = dims.experts_per_rank
+    return [
+        ArraySize("b_gate", (experts, dims.I), _F32),
+        ArraySize("b_up", (experts, dims.I), _F32),
+        ArraySize("b_down", (experts, dims.H), _F32),
     ]
 
 
@@ -217,18 +241,23 @@ def _up_to(multiple: int, num_bytes: int) -> int:
     return ceil_div(num_bytes, multiple) * multiple
 
 
-def backward_operands(dims: Dims, keep_gate_up: bool = False) -> list[ArraySize]:
+def backward_operands(
+    dims: Dims, keep_gate_up: bool = False, expert_bias: bool = False
+) -> list[ArraySize]:
     """The operands of the backward custom call, in their order."""
     kept = [gate_up_array(dims)] if keep_gate_up else []
-    return [ArraySize("dy", (dims.T, dims.H), _BF16), *forward_operands(dims), *kept]
+    return [ArraySize("dy", (dims.T, dims.H), _BF16), *forward_operands(dims, expert_bias), *kept]
 
 
-def backward_results(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> list[ArraySize]:
+def backward_results(
+    dims: Dims, weight_gradients: jax.typing.DTypeLike | None, expert_bias: bool = False
+) -> list[ArraySize]:
     """The results of the backward custom call, in their order; all but gradients are workspace.
 
     Args:
       weight_gradients: the dtype of the weights' gradients; None for a call without them. Those
-        that several passes may add up come in float32, whatever it is.
+        that several passes may add up come in float32, whatever it is, and those of biases always.
+      expert_bias: the experts have biases.
 
     Raises ValueError as `plan.plan_sizes`.
     """
@@ -236,7 +265,7 @@ def backward_results(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) 
     steps = backward_steps(dims, trainable_experts=trainable)
     rows = dims.pool_rows
     return [
-        *_gradients(dims, weight_gradients),
+        *_gradients(dims, weight_gradients, expert_bias),
         *plan_results(dims, steps),
         ArraySize("x_pool", (rows, dims.H), _BF16),
         ArraySize("dy_pool", (rows, dims.H), _BF16),
@@ -246,19 +275,24 @@ def backward_results(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) 
         ArraySize("dx_pool", (rows, dims.H), _BF16),
         ArraySize("dw_partial", (rows, ceil_div(dims.I, DGRAD_DOWN_COLS)), _F32),
         ArraySize("counters", (_num_counters(rows) + dims.experts_per_rank,), _I32),
+        # Of each row <dy, b_down> and the router weight.
+        *([ArraySize("bias_rows", (rows, 2), _F32)] if expert_bias else []),
     ]
 
 
-def _gradients(dims: Dims, weight_gradients: jax.typing.DTypeLike | None) -> list[ArraySize]:
+def _gradients(
+    dims: Dims, weight_gradients: jax.typing.DTypeLike | None, expert_bias: bool
+) -> list[ArraySize]:
     gradients = [
         ArraySize("dx", (dims.T, dims.H), _BF16),
         ArraySize("dw", (dims.T, dims.K), _F32),
     ]
     if weight_gradients is None:
         return gradients
-    weights = [a for a in forward_operands(dims) if a.name in ("w_gate", "w_up", "w_down")]
     dtype = _F32 if dims.max_passes > 1 else np.dtype(weight_gradients)
-    return gradients + [ArraySize(f"d{w.name}", w.shape, dtype) for w in weights]
+    gradients += [ArraySize(f"d{w.name}", w.shape, dtype) for w in _weights(dims)]
+    biases = _biases(dims) if expert_bias else []
+    return gradients + [ArraySize(f"d{b.name}", b.shape, b.dtype) for b in biases]
 
 
 def trace_result(dims: Dims, steps: Sequence[Step]) -> ArraySize:
@@ -292,7 +326,7 @@ def _num_counters(pool_rows: int) -> int:
     return 4 * 32 + 3 * (pool_rows // TILE_ROWS)
 
 
-def check_fits(dims: Dims, keep_gate_up: bool = False) -> None:
+def check_fits(dims: Dims, keep_gate_up: bool = False, expert_bias: bool = False) -> None:
     """Refuses a forward that no CUDA device of this process can hold, however empty it is.
 
     Only what is certain is refused: the call's own arrays against all that JAX may ever take from
@@ -303,19 +337,22 @@ def check_fits(dims: Dims, keep_gate_up: bool = False) -> None:
       MemoryError: with the bytes needed, the bytes JAX has and has free, and how to give it more.
       ValueError: as `memory_plan`.
     """
-    workspace_bytes = _memory_plan(dims, keep_gate_up).workspace_bytes
-    arrays = forward_operands(dims) + forward_results(dims, keep_gate_up)
+    workspace_bytes = _memory_plan(dims, keep_gate_up, expert_bias=expert_bias).workspace_bytes
+    arrays = forward_operands(dims, expert_bias) + forward_results(dims, keep_gate_up)
     _check_device("forward", dims, arrays, workspace_bytes)
 
 
 def check_backward_fits(
-    dims: Dims, weight_gradients: jax.typing.DTypeLike | None, keep_gate_up: bool = False
+    dims: Dims,
+    weight_gradients: jax.typing.DTypeLike | None,
+    keep_gate_up: bool = False,
+    expert_bias: bool = False,
 ) -> None:
     """As `check_fits`, of a backward; weight_gradients as for `backward_results`."""
-    results = backward_results(dims, weight_gradients)
-    arrays = backward_operands(dims, keep_gate_up) + results
+    results = backward_results(dims, weight_gradients, expert_bias)
+    arrays = backward_operands(dims, keep_gate_up, expert_bias) + results
     _check_countable("backward", dims, arrays)
-    workspace = results[len(_gradients(dims, weight_gradients)) :]
+    workspace = results[len(_gradients(dims, weight_gradients, expert_bias)) :]
     _check_device("backward", dims, arrays, _sum_bytes(workspace))
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Never
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -204,31 +204,7 @@ def check_call(
         pool_factor=float(config.pool_factor),
     )
     _check_dims(dims, config)
-    if config.backend == "cuda":
-        for lacking in lacking_in_kernels(config, expert_bias=bool(biases)):
-            was, may_be = f"{lacking.was} with backend='cuda'", f"{lacking.may_be} there"
-            refuse(ValueError, lacking.argument, was, f"{may_be}; the reference takes it")
     return dims
-
-
-class Lacking(NamedTuple):
-    """What a call asks for and the kernels do not have yet, in the words of a refusal."""
-
-    what: str
-    argument: str
-    was: str
-    may_be: str
-
-
-def lacking_in_kernels(config: MegaMoEConfig, *, expert_bias: bool) -> list[Lacking]:
-    """The one place that knows what the kernels lack; [] for nothing."""
-    lacking, activation = [], repr(config.activation)
-    if config.activation != "swiglu":
-        what = f"activation {activation}"
-        lacking.append(Lacking(what, "activation", activation, "'swiglu'"))
-    if expert_bias:
-        lacking.append(Lacking("expert biases", "b_gate", "given", "None, as b_up and b_down,"))
-    return lacking
 
 
 def check_sharded_call(

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe import _ffi
-from jax_megamoe.config import WAIT_DEADLINE_S, Dims, MegaMoEConfig
+from jax_megamoe.config import WAIT_DEADLINE_S, ClampedSwiGLU, Dims, MegaMoEConfig
 from tests import cases, compare
 from tests.cases import BF16, Batch, Results
 from tests.forward import dims_of
+from tests.gated import Biases
 
 NAMES = Results._fields[1:]
 # Of the waits inside a kernel; a process whose kernels may wait in vain has a shorter one.
@@ -20,25 +21,28 @@ DEADLINE_S = float(os.environ.get("JAX_MEGAMOE_DEADLINE_S", WAIT_DEADLINE_S))
 
 
 @functools.partial(
-    jax.jit, static_argnames=("dims", "launches", "trainable", "trace", "deadline_s")
+    jax.jit,
+    static_argnames=("dims", "activation", "launches", "trainable", "trace", "deadline_s"),
 )
 def launched(
     *arrays: Any,
     dims: Dims,
+    activation: str | ClampedSwiGLU = "swiglu",
     gate_up: Any = None,
     launches: tuple[int, ...] = _ffi.BACKWARD_FUSED,
     trainable: bool = True,
     trace: bool = False,
     deadline_s: float = DEADLINE_S,
 ) -> Any:
-    """The five gradients, dw in float32, of dy, x, expert_idx, expert_weight and the weights.
+    """The gradients, dw in float32, of dy, x, expert_idx, expert_weight, the weights and perhaps
+    biases.
 
     gate_up: what `keeping` kept; None: g and u are computed again.
     """
     return _ffi.backward_call(
         *arrays,
         dims=dims,
-        config=MegaMoEConfig(backend="cuda", trainable_experts=trainable),
+        config=MegaMoEConfig(backend="cuda", activation=activation, trainable_experts=trainable),
         axis_name=None,
         gate_up=gate_up,
         launches=launches,
@@ -47,10 +51,16 @@ def launched(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("dims", "launches"))
-def keeping(*arrays: Any, dims: Dims, launches: tuple[int, ...] = _ffi.FUSED) -> Any:
-    """y, counts and what save="gate_up" keeps, of x, expert_idx, expert_weight and the weights."""
-    config = MegaMoEConfig(backend="cuda", save="gate_up")
+@functools.partial(jax.jit, static_argnames=("dims", "activation", "launches"))
+def keeping(
+    *arrays: Any,
+    dims: Dims,
+    activation: str | ClampedSwiGLU = "swiglu",
+    launches: tuple[int, ...] = _ffi.FUSED,
+) -> Any:
+    """y, counts and what save="gate_up" keeps, of x, expert_idx, expert_weight, the weights and
+    perhaps biases."""
+    config = MegaMoEConfig(backend="cuda", activation=activation, save="gate_up")
     how = {"config": config, "axis_name": None, "keep_gate_up": True, "launches": launches}
     return _ffi.forward_call(*arrays, dims=dims, **how)
 
@@ -124,21 +134,45 @@ def sums_that_need_float32() -> dict[str, Batch]:
     }
 
 
-@jax.jit
 def unfused_bf16(*arrays: Any) -> Any:
     """The five gradients of the layer as a few bf16 products and a float32 sum over the choices."""
-    x, ids, w, w_gate, w_up, w_down, dy = arrays
+    return unfused_bf16_of("swiglu", *arrays)
 
-    def layer(x: Any, w: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
+
+@functools.partial(jax.jit, static_argnums=0)
+def unfused_bf16_of(activation: str | ClampedSwiGLU, *arrays: Any) -> Any:
+    """The same of any activation, of the arrays of `biased` or without biases."""
+    x, ids, w, *experts, dy = arrays
+
+    def layer(x: Any, w: Any, *experts: Any) -> Any:
+        w_gate, w_up, w_down, *biases = experts
         y = jnp.zeros(x.shape, jnp.float32)
         for e in range(w_gate.shape[0]):
-            h = jax.nn.silu(x @ w_gate[e]) * (x @ w_up[e])
-            o = (h @ w_down[e]).astype(jnp.float32)
+            added = [b[e].astype(x.dtype)[None] for b in biases] or [0] * 3
+            g, u = x @ w_gate[e] + added[0], x @ w_up[e] + added[1]
+            o = (_unfused_unit(activation, g, u) @ w_down[e] + added[2]).astype(jnp.float32)
             y += jnp.sum(jnp.where(ids == e, w, 0), axis=1, keepdims=True) * o
         return y.astype(x.dtype)
 
-    _, pull = jax.vjp(layer, x, w.astype(jnp.float32), w_gate, w_up, w_down)
+    _, pull = jax.vjp(layer, x, w.astype(jnp.float32), *experts)
     return pull(dy)
+
+
+def _unfused_unit(activation: str | ClampedSwiGLU, g: Any, u: Any) -> Any:
+    if not isinstance(activation, str):
+        g = jnp.where(g > activation.limit, activation.limit, g)
+        u = jnp.where(abs(u) > activation.limit, jnp.sign(u) * activation.limit, u)
+        return g * jax.nn.sigmoid(activation.alpha * g) * (u + 1)
+    return {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}[activation](g) * u
+
+
+def bias_errors_by_expert(found: Any, right: Biases) -> np.ndarray:
+    """float64 [3, E]: the relative error of the gradient of each bias of each expert."""
+    errors = []
+    for a, b in zip(found, right, strict=True):
+        a = np.asarray(a).astype(np.float64)
+        errors.append(np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1))
+    return np.array(errors)
 
 
 def errors_by_expert(found: Any, right: Results, expert: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ have equal shares of tokens and experts and whose kernels run at once, on a devi
 those of all, one rank behind another.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
@@ -23,7 +24,8 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
-from jax_megamoe.config import POOL_FACTOR, Dims
+from jax_megamoe.activation import gated_unit
+from jax_megamoe.config import POOL_FACTOR, ClampedSwiGLU, Dims
 from jax_megamoe.memory import gate_up_array, peer_array_bytes, trace_result
 from jax_megamoe.plan import (
     MAX_STEPS,
@@ -35,6 +37,7 @@ from jax_megamoe.plan import (
     plan_shapes,
 )
 from tests.cases import BF16, F32, Batch
+from tests.gated import Biases
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = ROOT / "tests" / "ranks"
@@ -90,12 +93,12 @@ def program(name: str) -> Path:
         pytest.skip(reason)
     emulator = ROOT / "tests" / "emulator"
     sources = [emulator / f"{name}.cc", emulator / "machine.cc"]
-    sources += [RANKS / "calls.cc"] if name == "main" else []
+    sources += [emulator / "general.cc", RANKS / "calls.cc"] if name == "main" else []
     sources += [ROOT / "cuda" / "host" / f"{source}.cc" for source in HOST_SOURCES[name]]
     includes = [f"-I{emulator}", f"-I{RANKS}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
-    command = [compiler, "-std=c++20", "-O2", "-DMEGAMOE_FAULTS", *includes, *map(str, sources)]
+    command = [compiler, "-std=c++20", "-O2", "-DMEGAMOE_FAULTS", *includes]
     # All that the compiler reads, with the paths of its own headers, which say its version.
-    preprocessed = _compiled([*command, "-E"])
+    preprocessed = _compiled([*command, *map(str, sources), "-E"])
     key = hashlib.sha256(repr(command).encode() + preprocessed).hexdigest()[:16]
     program = BUILT / f"{name}-{key}"
     BUILT.mkdir(parents=True, exist_ok=True)
@@ -103,10 +106,23 @@ def program(name: str) -> Path:
     with (BUILT / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not program.exists():
-            unfinished = program.with_suffix(".tmp")
-            _compiled([*command, "-o", str(unfinished)])
-            unfinished.rename(program)
+            _compile(command, sources, program)
     return program
+
+
+def _compile(command: Sequence[str], sources: Sequence[Path], program: Path) -> None:
+    """Side by side, as many as there are cores; `program` is there when it is whole."""
+    with tempfile.TemporaryDirectory(dir=program.parent) as folder:
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        commands = [
+            [*command, "-c", str(source), "-o", str(to)]
+            for source, to in zip(sources, objects, strict=True)
+        ]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_compiled, commands))
+        unfinished = Path(folder) / program.name
+        _compiled([*command, *map(str, objects), "-o", str(unfinished)])
+        unfinished.rename(program)
 
 
 def _compiled(command: Sequence[str]) -> bytes:
@@ -216,6 +232,7 @@ class Call:
       float_gradients: the weights' gradients come in float32; else in bf16, unless there may be
         several passes.
       trainable: there are such gradients.
+      activation: as of `MegaMoEConfig`. biases: of all experts, or None.
       keep: the kernels of save="gate_up". kept: what a backward takes of its forward.
       launches: as for the custom calls; None: fused. trace: likewise.
     """
@@ -228,6 +245,8 @@ class Call:
     kept: np.ndarray | None = None
     launches: tuple[int, ...] | None = None
     trace: bool = False
+    activation: str | ClampedSwiGLU = "swiglu"
+    biases: Biases | None = None
 
     def steps(self, dims: Dims) -> tuple[Step, ...]:
         if self.is_backward:
@@ -243,6 +262,8 @@ class Call:
             dtype = F32 if self.float_gradients or dims.max_passes > 1 else BF16
             weights = (self.batch.w_gate, self.batch.w_up, self.batch.w_down)
             results += [((dims.experts_per_rank, *w.shape[1:]), dtype) for w in weights]
+            biases = self.biases or ()
+            results += [((dims.experts_per_rank, b.shape[1]), F32) for b in biases]
         others = [gate_up_array(dims)] if self.keep else []
         others += [trace_result(dims, self.steps(dims))] if self.trace else []
         return [*results, *((array.shape, array.dtype) for array in others)]
@@ -255,7 +276,9 @@ class Call:
         keeps = self.keep or self.kept is not None
         trace = trace_result(dims, steps).shape[0] if self.trace else 0
         numbers = [self.is_backward, len(steps), self.float_gradients or dims.max_passes > 1]
-        numbers += [keeps, len(launches), trace]
+        numbers += [keeps, len(launches), trace, self.biases is not None]
+        unit = np.array(gated_unit(self.activation), F32)
+        numbers += [*unit.view(np.int32).tolist(), 0]
         for of_steps in zip(*((s.tiles_m or 0, s.tiles_n, s.lag) for s in steps), strict=True):
             numbers += [*of_steps, *[0] * (MAX_STEPS - len(steps))]
         parts = [*launches, *[0] * (8 - len(launches))]
@@ -267,21 +290,35 @@ class Call:
         operands = [b.expert_idx.astype(np.int32), b.expert_weight.astype(F32), b.x.astype(BF16)]
         operands += [a.astype(BF16) for a in (b.w_gate, b.w_up, b.w_down)]
         operands += [b.dy.astype(BF16)] if self.is_backward else []
+        operands += [bias.astype(F32) for bias in self.biases or ()]
         return operands if self.kept is None else [*operands, self.kept]
 
 
 def forward(
-    batch: Batch, *, ranks: int = 1, launches: tuple[int, ...] | None = None, **options: Any
+    batch: Batch,
+    *,
+    ranks: int = 1,
+    launches: tuple[int, ...] | None = None,
+    activation: str | ClampedSwiGLU = "swiglu",
+    biases: Biases | None = None,
+    **options: Any,
 ) -> np.ndarray:
     """y [R T, H], bf16; options as for `run`."""
-    return run([Call(batch, launches=launches)], ranks=ranks, **options)[0][0]
+    call = Call(batch, launches=launches, activation=activation, biases=biases)
+    return run([call], ranks=ranks, **options)[0][0]
 
 
 def forward_keeping(
-    batch: Batch, *, ranks: int = 1, launches: tuple[int, ...] | None = None, **options: Any
+    batch: Batch,
+    *,
+    ranks: int = 1,
+    launches: tuple[int, ...] | None = None,
+    activation: str | ClampedSwiGLU = "swiglu",
+    biases: Biases | None = None,
+    **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """y and what save="gate_up" keeps, bf16 [R P, 2I]; options as for `run`."""
-    call = Call(batch, keep=True, launches=launches)
+    call = Call(batch, keep=True, launches=launches, activation=activation, biases=biases)
     ((y, gate_up),) = run([call], ranks=ranks, **options)
     return y, gate_up
 
@@ -294,6 +331,8 @@ def backward(
     trainable: bool = True,
     gate_up: np.ndarray | None = None,
     launches: tuple[int, ...] | None = None,
+    activation: str | ClampedSwiGLU = "swiglu",
+    biases: Biases | None = None,
     **options: Any,
 ) -> list[np.ndarray]:
     """The gradients as the custom call gives them; options as for `run`.
@@ -307,6 +346,8 @@ def backward(
         trainable=trainable,
         kept=gate_up,
         launches=launches,
+        activation=activation,
+        biases=biases,
     )
     return run([call], ranks=ranks, **options)[0]
 

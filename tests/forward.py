@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_megamoe import _ffi, mega_moe
-from jax_megamoe.config import Dims, MegaMoEConfig
+from jax_megamoe.config import ClampedSwiGLU, Dims, MegaMoEConfig
 from tests.cases import Batch, Size, normal_of
 
 # T, K, E, H, I: one tile and many, one column tile and many, half tiles, more routes than a batch.
@@ -28,9 +28,14 @@ def forward(*arrays: Any, options: tuple[tuple[str, Any], ...] = ()) -> Any:
     return mega_moe(*arrays, backend="cuda", return_counts=True, **dict(options))
 
 
-@functools.partial(jax.jit, static_argnames=("dims", "launches"))
-def launched(*arrays: Any, dims: Dims, launches: tuple[int, ...]) -> Any:
-    config = MegaMoEConfig(backend="cuda")
+@functools.partial(jax.jit, static_argnames=("dims", "activation", "launches"))
+def launched(
+    *arrays: Any,
+    dims: Dims,
+    activation: str | ClampedSwiGLU = "swiglu",
+    launches: tuple[int, ...],
+) -> Any:
+    config = MegaMoEConfig(backend="cuda", activation=activation)
     return _ffi.forward_call(*arrays, dims=dims, config=config, axis_name=None, launches=launches)
 
 

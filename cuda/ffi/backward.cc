@@ -21,7 +21,8 @@ namespace ffi = xla::ffi;
 // Steps of a plan with weight gradients and without.
 constexpr int kAllSteps = 4;
 constexpr int kDataSteps = 2;
-// dx and dw; then the gradients of w_gate, w_up and w_down, if the plan has steps for them.
+// dx and dw; then the gradients of w_gate, w_up and w_down, if the plan has steps for them, and
+// with biases theirs.
 constexpr int kDataGradients = 2;
 constexpr int kWeightGradients = 3;
 constexpr int64_t kParts =
@@ -49,7 +50,26 @@ ffi::Error ReadWeightGradients(ffi::RemainingRets& results, int64_t elements, Ba
   return ffi::Error::Success();
 }
 
-// The pools and counters, from result `first` on.
+ffi::Error ReadBiasGradients(ffi::RemainingRets& results, BackwardCall* call) {
+  const int64_t experts = call->plan.dims.experts_per_rank();
+  const struct {
+    const char* name;
+    int64_t columns;
+    float** place;
+  } gradients[kNumBiases] = {{"db_gate", call->I, &call->dbiases.gate},
+                             {"db_up", call->I, &call->dbiases.up},
+                             {"db_down", call->H, &call->dbiases.down}};
+  int at = kDataGradients + kWeightGradients;
+  for (const auto& gradient : gradients) {
+    const auto data =
+        ReadResult<ffi::F32>(results, at++, gradient.name, experts * gradient.columns);
+    if (data.has_error()) return data.error();
+    *gradient.place = static_cast<float*>(*data);
+  }
+  return ffi::Error::Success();
+}
+
+// The pools and counters, from result `first` on, and with biases what they need of each row.
 ffi::Error ReadWorkspace(ffi::RemainingRets& results, int first, BackwardCall* call) {
   const int64_t P = call->pool_rows;
   const struct {
@@ -75,6 +95,10 @@ ffi::Error ReadWorkspace(ffi::RemainingRets& results, int first, BackwardCall* c
   if (counters.has_error()) return counters.error();
   call->dw_partial = static_cast<float*>(*dw_partial);
   call->counters = static_cast<uint32_t*>(*counters);
+  if (call->biases.down == nullptr) return ffi::Error::Success();
+  const auto bias_rows = ReadResult<ffi::F32>(results, at, "bias_rows", 2 * P);
+  if (bias_rows.has_error()) return bias_rows.error();
+  call->bias_rows = static_cast<float2*>(*bias_rows);
   return ffi::Error::Success();
 }
 constexpr int kWorkspaceResults = 8;
@@ -86,6 +110,7 @@ ffi::Error ReadResults(ffi::RemainingRets& results, BackwardCall* call) {
     return Invalid("backward: attribute steps has " + std::to_string(num_steps) +
                    " steps; it has 2, or 4 with weight gradients");
   }
+  const bool has_biases = call->biases.down != nullptr;
   int first_plan = kDataGradients;
   if (num_steps == kAllSteps) {
     first_plan += kWeightGradients;
@@ -93,9 +118,13 @@ ffi::Error ReadResults(ffi::RemainingRets& results, BackwardCall* call) {
     if (ffi::Error error = ReadWeightGradients(results, elements, call); error.failure()) {
       return error;
     }
+    if (has_biases) {
+      first_plan += kNumBiases;
+      if (ffi::Error error = ReadBiasGradients(results, call); error.failure()) return error;
+    }
   }
   const int first_pool = first_plan + kNumPlanResults;
-  const size_t trace = static_cast<size_t>(first_pool + kWorkspaceResults);
+  const size_t trace = static_cast<size_t>(first_pool + kWorkspaceResults + has_biases);
   if (ffi::Error error = ReadLayerResults(results, first_plan, trace, call); error.failure()) {
     return error;
   }
@@ -109,13 +138,13 @@ ffi::Error ReadResults(ffi::RemainingRets& results, BackwardCall* call) {
   return ffi::Error::Success();
 }
 
-// What the forward kept is one more operand, the last.
+// What the forward kept is one more operand, the last, behind the biases.
 ffi::Error ReadGateUp(ffi::RemainingArgs& operands, const ffi::Dictionary& attributes,
                       BackwardCall* call) {
   const auto takes_gate_up = ReadKeepsGateUp(attributes);
   if (takes_gate_up.has_error()) return takes_gate_up.error();
   if (*takes_gate_up == 0) return ffi::Error::Success();
-  const auto gate_up = operands.get<Bf16Matrix>(0);
+  const auto gate_up = operands.get<Bf16Matrix>(call->biases.down != nullptr ? kNumBiases : 0);
   if (gate_up.has_error()) return gate_up.error();
   call->gate_up = gate_up->untyped_data();
   return CheckShape("backward", "gate_up", gate_up->dimensions(), {call->pool_rows, 2 * call->I});
@@ -137,6 +166,9 @@ ffi::Error Run(cudaStream_t stream, int32_t device, const GroupCall* group, cons
   if (deadline_ns.has_error()) return deadline_ns.error();
   BackwardCall call = {};
   static_cast<LayerCall&>(call) = *layer;
+  if (ffi::Error error = ReadBiases("backward", others, attributes, &call); error.failure()) {
+    return error;
+  }
   if (ffi::Error error = ReadGateUp(others, attributes, &call); error.failure()) return error;
   if (ffi::Error error = ReadResults(results, &call); error.failure()) return error;
 #ifdef MEGAMOE_DELAYS
@@ -178,7 +210,7 @@ XLA_FFI_DEFINE_HANDLER(
 template <typename Binding>
 auto WithOperands(Binding&& binding) {
   return WithLayerOperands(WithDevice(std::move(binding)).template Arg<Bf16Matrix>())  // dy
-      .RemainingArgs()  // perhaps what the forward kept
+      .RemainingArgs()  // perhaps biases, perhaps what the forward kept
       .RemainingRets()
       .Attrs();
 }

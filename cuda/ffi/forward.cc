@@ -22,8 +22,8 @@ constexpr int64_t kParts = kDispatch | kGateUp | kDown | kCombine | kFinish;
 
 // group: null for one rank.
 ffi::Error Run(cudaStream_t stream, int32_t device, const GroupCall* group,
-               const LayerOperands& operands, ffi::RemainingRets& results,
-               const ffi::Dictionary& attributes) {
+               const LayerOperands& operands, ffi::RemainingArgs& others,
+               ffi::RemainingRets& results, const ffi::Dictionary& attributes) {
   const int num_ranks = group == nullptr ? 1 : group->peers.num_ranks;
   const auto layer = ReadLayerCall("forward", kParts, operands, num_ranks, attributes);
   if (layer.has_error()) return layer.error();
@@ -36,6 +36,9 @@ ffi::Error Run(cudaStream_t stream, int32_t device, const GroupCall* group,
   if (keeps_gate_up.has_error()) return keeps_gate_up.error();
   ForwardCall call = {};
   static_cast<LayerCall&>(call) = *layer;
+  if (ffi::Error error = ReadBiases("forward", others, attributes, &call); error.failure()) {
+    return error;
+  }
   // y, the plan, the pools and counters, perhaps what is kept, perhaps a trace.
   constexpr int kFirst = 1 + kNumPlanResults;
   constexpr int kKept = kFirst + 3;
@@ -73,18 +76,20 @@ ffi::Error Run(cudaStream_t stream, int32_t device, const GroupCall* group,
 
 ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix x, Ids expert_idx,
                    RouteWeights expert_weight, Bf16Experts w_gate, Bf16Experts w_up,
-                   Bf16Experts w_down, ffi::RemainingRets results, ffi::Dictionary attributes) {
+                   Bf16Experts w_down, ffi::RemainingArgs others, ffi::RemainingRets results,
+                   ffi::Dictionary attributes) {
   if (ffi::Error earlier = EarlierFault(device); earlier.failure()) return earlier;
-  return Run(stream, device, nullptr, {x, expert_idx, expert_weight, w_gate, w_up, w_down}, results,
-             attributes);
+  return Run(stream, device, nullptr, {x, expert_idx, expert_weight, w_gate, w_up, w_down}, others,
+             results, attributes);
 }
 
 ffi::Error ExecuteInGroup(Communicators communicators, cudaStream_t stream, int32_t device,
                           Bf16Matrix x, Ids expert_idx, RouteWeights expert_weight,
                           Bf16Experts w_gate, Bf16Experts w_up, Bf16Experts w_down,
-                          ffi::RemainingRets results, ffi::Dictionary attributes) {
+                          ffi::RemainingArgs others, ffi::RemainingRets results,
+                          ffi::Dictionary attributes) {
   return RunLayerInGroup(communicators, device, attributes, [&](const GroupCall& group) {
-    return Run(stream, device, &group, {x, expert_idx, expert_weight, w_gate, w_up, w_down},
+    return Run(stream, device, &group, {x, expert_idx, expert_weight, w_gate, w_up, w_down}, others,
                results, attributes);
   });
 }
@@ -95,7 +100,10 @@ XLA_FFI_DEFINE_HANDLER(
 
 template <typename Binding>
 auto WithOperands(Binding&& binding) {
-  return WithLayerOperands(WithDevice(std::move(binding))).RemainingRets().Attrs();
+  return WithLayerOperands(WithDevice(std::move(binding)))
+      .RemainingArgs()  // perhaps biases
+      .RemainingRets()
+      .Attrs();
 }
 XLA_FFI_DEFINE_HANDLER(ExecuteHandler, Execute, WithOperands(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(GroupHandler, ExecuteInGroup,

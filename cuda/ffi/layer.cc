@@ -1,6 +1,8 @@
 #include "ffi/layer.h"
 
 #include <algorithm>
+#include <cfloat>
+#include <cmath>
 #include <string>
 #include <string_view>
 
@@ -54,6 +56,32 @@ ffi::ErrorOr<bool> ReadBf16Sums(const ffi::Dictionary& attributes) {
   if (*dtype == "float32") return false;
   return Invalid("attribute combine_dtype is " + std::string(*dtype) +
                  "; it may be float32 or bfloat16");
+}
+
+// The constants of the gated unit, which jax_megamoe/activation.py has of each activation.
+ffi::ErrorOr<GatedUnit> ReadUnit(const ffi::Dictionary& attributes) {
+  GatedUnit unit;
+  const struct {
+    const char* name;
+    float* place;
+    float least, most;
+  } constants[] = {
+      {"alpha", &unit.alpha, -FLT_MAX, FLT_MAX},
+      {"beta", &unit.beta, 0, FLT_MAX},
+      {"limit", &unit.limit, FLT_MIN, INFINITY},
+      {"offset", &unit.offset, -FLT_MAX, FLT_MAX},
+  };
+  for (const auto& constant : constants) {
+    const auto value = attributes.get<float>(constant.name);
+    if (value.has_error()) return value.error();
+    if (!(*value >= constant.least && *value <= constant.most)) {
+      return Invalid(std::string("attribute ") + constant.name + " is " + std::to_string(*value) +
+                     "; it may be from " + std::to_string(constant.least) + " to " +
+                     std::to_string(constant.most));
+    }
+    *constant.place = *value;
+  }
+  return unit;
 }
 
 // B is computed in jax_megamoe/config.py; the kernel walks a tree of at most 8 blocks.
@@ -119,7 +147,10 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
   const ffi::ErrorOr<PlanProblem> plan =
       ReadPlanProblem(ffi::Span<const int64_t>(routing, 3), experts, 0, *pool_routes, *steps);
   if (plan.has_error()) return plan.error();
+  const ffi::ErrorOr<GatedUnit> unit = ReadUnit(attributes);
+  if (unit.has_error()) return unit.error();
   LayerCall call = {};
+  call.unit = *unit;
   call.plan = *plan;
   call.H = static_cast<int>(operands.w_gate.dimensions()[1]);
   call.I = static_cast<int>(operands.w_gate.dimensions()[2]);
@@ -135,6 +166,32 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
     call.bf16_sums = *bf16_sums;
   }
   return call;
+}
+
+ffi::Error ReadBiases(const char* pass, ffi::RemainingArgs& others,
+                      const ffi::Dictionary& attributes, LayerCall* call) {
+  const auto has_biases = attributes.get<int64_t>("biases");
+  if (has_biases.has_error()) return has_biases.error();
+  if (*has_biases == 0) return ffi::Error::Success();
+  const struct {
+    const char* name;
+    int64_t columns;
+    const float** place;
+  } biases[kNumBiases] = {{"b_gate", call->I, &call->biases.gate},
+                          {"b_up", call->I, &call->biases.up},
+                          {"b_down", call->H, &call->biases.down}};
+  for (size_t i = 0; i < kNumBiases; ++i) {
+    const auto bias = others.get<ExpertBias>(i);
+    if (bias.has_error()) return bias.error();
+    const int64_t experts = call->plan.dims.experts_per_rank();
+    if (ffi::Error error =
+            CheckShape(pass, biases[i].name, bias->dimensions(), {experts, biases[i].columns});
+        error.failure()) {
+      return error;
+    }
+    *biases[i].place = bias->typed_data();
+  }
+  return ffi::Error::Success();
 }
 
 ffi::ErrorOr<int64_t> ReadPeerBytes(const ffi::Dictionary& attributes) {

@@ -18,6 +18,7 @@ using Bf16Matrix = xla::ffi::Buffer<xla::ffi::BF16, 2>;
 using Ids = xla::ffi::Buffer<xla::ffi::S32, 2>;
 using RouteWeights = xla::ffi::Buffer<xla::ffi::F32, 2>;
 using Bf16Experts = xla::ffi::Buffer<xla::ffi::BF16, 3>;
+using ExpertBias = xla::ffi::Buffer<xla::ffi::F32, 2>;
 
 // The prepare stage, before anything is launched, on every rank alike: no peer is left waiting.
 xla::ffi::Error PrepareLayer(xla::ffi::RemainingArgs, xla::ffi::RemainingRets,
@@ -39,6 +40,12 @@ struct LayerOperands {
 xla::ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
                                            const LayerOperands& operands, int num_ranks,
                                            const xla::ffi::Dictionary& attributes);
+
+// The biases of the experts, where the attribute `biases` says that there are some: the first
+// kNumBiases of the other operands.
+xla::ffi::Error ReadBiases(const char* pass, xla::ffi::RemainingArgs& others,
+                           const xla::ffi::Dictionary& attributes, LayerCall* call);
+constexpr int kNumBiases = 3;
 
 // The bytes that each rank shares with its peers, by the attributes of a call over several ranks.
 xla::ffi::ErrorOr<int64_t> ReadPeerBytes(const xla::ffi::Dictionary& attributes);

@@ -75,6 +75,10 @@ CudaStatus RunBackward(cudaStream_t stream, const BackwardCall& c) {
   params.dx = static_cast<uint4*>(c.dx);
   params.dw_partial = c.dw_partial;
   params.dw = c.dw;
+  params.unit = c.unit;
+  params.biases = c.biases;
+  params.dbiases = c.dbiases;
+  params.bias_rows = c.bias_rows;
   const int64_t num_counters = NumBackwardCounters(c.pool_rows, c.plan.dims.experts_per_rank());
   return RunLaunches(stream, c, c.x, c.dy, num_counters, &params,
                      [&](int num_multiprocessors, bool starts_early) {

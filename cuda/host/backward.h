@@ -24,13 +24,15 @@ struct BackwardCall : LayerCall {
   void* dw_gate;
   void* dw_up;
   void* dw_down;
-  void* x_pool;       // [P, H] bf16
-  void* dy_pool;      // [P, H] bf16
-  void* dg;           // [P, I] bf16
-  void* du;           // [P, I] bf16
-  void* wh;           // [P, I] bf16
-  void* dx_pool;      // [P, H] bf16
-  float* dw_partial;  // [P, ceil(I / kDgradDownColumns)]
+  BiasGradients dbiases;  // with biases and weight gradients, else null
+  void* x_pool;           // [P, H] bf16
+  void* dy_pool;          // [P, H] bf16
+  void* dg;               // [P, I] bf16
+  void* du;               // [P, I] bf16
+  void* wh;               // [P, I] bf16
+  void* dx_pool;          // [P, H] bf16
+  float* dw_partial;      // [P, ceil(I / kDgradDownColumns)]
+  float2* bias_rows;      // [P], with biases, else null
 };
 
 int64_t NumBackwardCounters(int64_t pool_rows, int64_t experts);

@@ -39,6 +39,8 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c) {
   params.y = static_cast<uint4*>(c.y);
   params.gate_up = static_cast<uint4*>(c.gate_up);
   params.pool_rows = c.pool_rows;
+  params.unit = c.unit;
+  params.biases = c.biases;
   return RunLaunches(stream, c, c.x, nullptr, NumForwardCounters(c.pool_rows), &params,
                      [&](int num_multiprocessors, bool starts_early) {
                        return LaunchForward(stream, num_multiprocessors, maps, params,

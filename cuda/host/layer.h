@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 
+#include "shared/activation.h"
 #include "shared/cuda_status.h"
 #include "shared/layer.h"
 
@@ -22,10 +23,12 @@ struct LayerCall {
   int num_multiprocessors;     // that its kernels count on; 0: all of the device
   const int32_t* expert_idx;   // [T, K]
   const float* expert_weight;  // [T, K]
-  PeerArrays peers;            // with more than one rank
-  bool bf16_sums;              // of PeerArrays
-  uint32_t* counters;          // see TileCounters
-  const int64_t* launches;     // the parts (shared/part.h) of each
+  GatedUnit unit;
+  ExpertBiases biases;      // null: none
+  PeerArrays peers;         // with more than one rank
+  bool bf16_sums;           // of PeerArrays
+  uint32_t* counters;       // see TileCounters
+  const int64_t* launches;  // the parts (shared/part.h) of each
   int64_t num_launches;
   WaitContext wait;   // of all launches
   TraceBuffer trace;  // of all launches

@@ -74,11 +74,4 @@ CudaStatus ChunksMap(const Matrix& m, int chunks, CUtensorMap* map) {
   return Encode<3>(m, dims, strides_bytes, box, map);
 }
 
-CudaStatus FirstFailure(std::initializer_list<CudaStatus> results) {
-  for (const CudaStatus& result : results) {
-    if (!result.ok()) return result;
-  }
-  return {};
-}
-
 }  // namespace megamoe

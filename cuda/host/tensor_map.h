@@ -4,7 +4,6 @@
 #include <cuda.h>
 
 #include <cstdint>
-#include <initializer_list>
 
 #include "shared/cuda_status.h"
 
@@ -30,8 +29,5 @@ CudaStatus StackedRowsMap(const Matrix& matrix, int64_t num_matrices, int box_ro
 // Of a bf16 matrix, boxes of 64 rows x `chunks` chunks of 64 columns; coordinates (0, row, column /
 // 64). Chunks past the last column are zeros.
 CudaStatus ChunksMap(const Matrix& matrix, int chunks, CUtensorMap* map);
-
-// The first of the results that is an error, if one is.
-CudaStatus FirstFailure(std::initializer_list<CudaStatus> results);
 
 }  // namespace megamoe

@@ -1,6 +1,8 @@
 // What the roles need to know of the backward.
 #pragma once
 
+#include <type_traits>
+
 #include "comm/wait.cuh"
 #include "kernel/dgrad_down_step.cuh"
 #include "kernel/dgrad_gate_up_step.cuh"
@@ -12,12 +14,16 @@
 namespace megamoe {
 
 // Gradients: how those of the weights are stored. kTakesGateUp: the forward has kept g and u.
-// kWithPeers: as in the forward.
-template <typename Gradients, bool kTakesGateUp, bool kWithPeers = false>
+// kWithPeers, Activation: as in the forward.
+template <typename Gradients, bool kTakesGateUp, bool kWithPeers, typename Activation>
 struct BackwardSteps : TokenSums<kWithPeers, BackwardParams> {
   using Params = BackwardParams;
   using Maps = BackwardMaps;
-  using DgradDown = DgradDownStep<kTakesGateUp>;
+  using DgradDown = DgradDownStep<kTakesGateUp, Activation>;
+  using WgradDown = std::conditional_t<Activation::kIsGeneral, BiasedWgradDownStep<Gradients>,
+                                       WgradDownStep<Gradients>>;
+  using WgradGateUp = std::conditional_t<Activation::kIsGeneral, BiasedWgradGateUpStep<Gradients>,
+                                         WgradGateUpStep<Gradients>>;
 
   static constexpr uint32_t kProductParts = kDgradDown | kDgradGateUp | kWgradDown | kWgradGateUp;
   // Registers of a thread: the first warpgroup gives some to the two that multiply.
@@ -33,10 +39,10 @@ struct BackwardSteps : TokenSums<kWithPeers, BackwardParams> {
       f.template operator()<DgradDown>();
     } else if (step == DgradGateUpStep::kStep) {
       f.template operator()<DgradGateUpStep>();
-    } else if (step == WgradDownStep<Gradients>::kStep) {
-      f.template operator()<WgradDownStep<Gradients>>();
+    } else if (step == WgradDown::kStep) {
+      f.template operator()<WgradDown>();
     } else {
-      f.template operator()<WgradGateUpStep<Gradients>>();
+      f.template operator()<WgradGateUp>();
     }
   }
 
@@ -73,6 +79,9 @@ struct BackwardSteps : TokenSums<kWithPeers, BackwardParams> {
     float dw = 0;
     if (row >= 0) {
       for (int n = 0; n < num_tiles; ++n) dw += partial[n];
+      if constexpr (Activation::kIsGeneral) {
+        if (p.bias_rows != nullptr) dw += p.bias_rows[row].x;
+      }
     }
     if constexpr (kWithPeers) {
       const int of_rank = p.dims.T * p.dims.K;

@@ -4,10 +4,11 @@
 #include <type_traits>
 
 #include "comm/wait.cuh"
+#include "kernel/activation.cuh"
+#include "kernel/biases.cuh"
 #include "kernel/gate_up.cuh"
 #include "kernel/steps.cuh"
 #include "pipeline/mutation.cuh"
-#include "ptx/activation.cuh"
 #include "shared/backward.h"
 
 namespace megamoe {
@@ -60,10 +61,14 @@ struct DgradDownProduct : TokenProduct<ptx::Major::kK> {
   }
 };
 
-// d(g, u) = w dh (silu'(g) u, silu(g)), w h and the tile's share of dw = <h, dh>: 128 rows x 256
-// columns of each. g and u are what the forward has kept, or computed again, 128 columns of both at
-// a time, and rounded to the same bits. They do not fit into the registers beside dh.
-template <bool kKeptGateUp>
+// d(g, u) = w dh (dh/dg, dh/du), for SwiGLU w dh (silu'(g) u, silu(g)), w h and the tile's share of
+// dw = <h, dh>: 128 rows x 256 columns of each. g and u are what the forward has kept, or computed
+// again, 128 columns of both at a time, and rounded to the same bits. They do not fit into the
+// registers beside dh.
+//
+// With biases dw is <h, dh> + <dy, b_down>: the first column tile of a row reads dy beside the
+// products of dh. It also keeps the router weights of its rows, for the gradient of b_down.
+template <bool kKeptGateUp, typename Activation>
 struct DgradDownStep : TokenStep {
   using Parts = GateUpParts<std::conditional_t<kKeptGateUp, KeptGateUp, OwnGateUp>>;
   // What comes before dh, each of which Keep takes.
@@ -73,6 +78,7 @@ struct DgradDownStep : TokenStep {
   using Products = typename Before::template With<Result, Parts>;
   static constexpr bool kHasFinish = true;
   static constexpr bool kMakesGateUp = !kKeptGateUp;
+  static constexpr bool kReadsStages = Activation::kIsGeneral;
   static constexpr int kStep = 0;
   static constexpr Part kPart = kDgradDown;
   // 64 columns of dg, of w h and of du, then the next 64.
@@ -114,17 +120,58 @@ struct DgradDownStep : TokenStep {
       return slot[i] >= 0 ? ~0u : 0u;
     }
   };
-  static __device__ __forceinline__ Rows Begin(const BackwardParams& p, const TileItem& item,
-                                               int consumer) {
+  struct RowsWithDots : Rows {
+    const float* b_down;  // of the expert, in the first column tile; else null
+    RowDots dots;
+
+    __device__ __forceinline__ bool reads() const { return b_down != nullptr; }
+  };
+  using Begun = std::conditional_t<kReadsStages, RowsWithDots, Rows>;
+
+  static __device__ __forceinline__ Begun Begin(const BackwardParams& p, const TileItem& item,
+                                                int consumer) {
     const int row = item.row + consumer * kConsumerRows + ThreadRow();
-    return {row, {p.plan.row_slot[row], p.plan.row_slot[row + 8]}, {0, 0}};
+    const Rows rows = {row, {p.plan.row_slot[row], p.plan.row_slot[row + 8]}, {0, 0}};
+    if constexpr (kReadsStages) {
+      const bool reads = p.biases.down != nullptr && item.n == 0;
+      return {rows, reads ? p.biases.down + int64_t{item.expert} * p.H : nullptr, {}};
+    } else {
+      return rows;
+    }
+  }
+  static __device__ __forceinline__ void ReadStage(const BackwardParams&, const TileItem&,
+                                                   int consumer, int k, uint32_t stage,
+                                                   Begun& begun) {
+    begun.dots.Add(begun.b_down + k * kBlockK, stage + consumer * ptx::kChunkBytes);
+  }
+  static __device__ __forceinline__ void EndStages(const BackwardParams& p, const TileItem&, int,
+                                                   Begun& begun) {
+    if (!begun.reads()) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      AddLanes(begun.dots.of[i]);
+      if (threadIdx.x % 4 == 0) {
+        p.bias_rows[begun.row + 8 * i] = {begun.dots.of[i], begun.weight[i]};
+      }
+    }
   }
 
-  // 128 columns of g and of u.
+  // Before and behind the product of 128 columns of g and of u.
   template <int kHalf>
+  static __device__ __forceinline__ auto BeginBefore(RecomputeProduct<kHalf>,
+                                                     const BackwardParams& p,
+                                                     const TileItem& item) {
+    if constexpr (kReadsStages) {
+      return TileBiases::OfGateUp(p.biases, p, item.expert, RecomputeProduct<kHalf>::Tile(item));
+    } else {
+      return TokenStep::Nothing();
+    }
+  }
+  template <int kHalf, typename Begun>
   static __device__ __forceinline__ void Keep(RecomputeProduct<kHalf>, const BackwardParams& p,
                                               const TileItem& item, int consumer,
-                                              const float (&acc)[128]) {
+                                              const Begun& biases, float (&acc)[128]) {
+    if constexpr (kReadsStages) biases.AddTo(acc);
     constexpr RowBits kAll = {{~0u, ~0u}};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -172,16 +219,17 @@ struct DgradDownStep : TokenStep {
           const int r = i % 2;
           const float w = rows.weight[r];
           const Gradient low =
-              GradientOf(ptx::LowBf16(gs[i]), ptx::LowBf16(us[i]), w, dh[j], dw[r]);
+              GradientOf(p, ptx::LowBf16(gs[i]), ptx::LowBf16(us[i]), w, dh[j], dw[r]);
           const Gradient high =
-              GradientOf(ptx::HighBf16(gs[i]), ptx::HighBf16(us[i]), w, dh[j + 1], dw[r]);
+              GradientOf(p, ptx::HighBf16(gs[i]), ptx::HighBf16(us[i]), w, dh[j + 1], dw[r]);
           dg[i] = ptx::PackBf16(low.dg, high.dg) & mask[r];
           du[c][i] = ptx::PackBf16(low.du, high.du) & mask[r];
           wh[c][i] = ptx::PackBf16(low.wh, high.wh) & mask[r];
         }
         staging.Put(chunk, c, dg);
-        // One group at a time, then two: more do not fit into the registers.
-        if (part == 0 || c == 1) ptx::EndBlock();
+        // One group at a time, then two, if their arithmetic is that of SwiGLU: more do not fit
+        // into the registers.
+        if (part == 0 || c == 1 || Activation::kIsGeneral) ptx::EndBlock();
       }
       if (!exists) {  // dh of such columns is 0, or NaN where dy is infinite
         dw[0] = dw_before[0];
@@ -216,14 +264,13 @@ struct DgradDownStep : TokenStep {
     float dg, du, wh;
   };
   // Of one element; adds its share to dw.
-  static __device__ __forceinline__ Gradient GradientOf(float g, float u, float w, float dh,
-                                                        float& dw) {
-    auto [silu, slope] = ptx::SiluWithSlope(g);
-    if (HasFault(SeededFault::kSlopeOfRelu)) slope = g > 0 ? 1 : 0;
-    const float h = silu * u;
+  static __device__ __forceinline__ Gradient GradientOf(const BackwardParams& p, float g, float u,
+                                                        float w, float dh, float& dw) {
+    const Slopes slopes = Activation::WithSlopes(p.unit, g, u);
+    const float h = slopes.h();
     dw = fmaf(HasFault(SeededFault::kDwWeighted) ? w * h : h, dh, dw);
     const float wdh = w * dh;
-    return {wdh * (u * slope), wdh * silu, HasFault(SeededFault::kDwDownUnweighted) ? h : w * h};
+    return {slopes.dg(wdh), slopes.du(wdh), HasFault(SeededFault::kDwDownUnweighted) ? h : w * h};
   }
 
   // dw: of the thread's columns, in its two rows.
@@ -231,12 +278,16 @@ struct DgradDownStep : TokenStep {
                                                  int row, float (&dw)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      dw[i] += __shfl_xor_sync(kAllLanes, dw[i], 1);
-      dw[i] += __shfl_xor_sync(kAllLanes, dw[i], 2);
+      AddLanes(dw[i]);
       if (threadIdx.x % 4 == 0) {
         p.dw_partial[int64_t{row + 8 * i} * NumDgradDownTiles(p) + item.n] = dw[i];
       }
     }
+  }
+  // Over the four lanes of a row.
+  static __device__ __forceinline__ void AddLanes(float& sum) {
+    sum += __shfl_xor_sync(kAllLanes, sum, 1);
+    sum += __shfl_xor_sync(kAllLanes, sum, 2);
   }
 };
 

@@ -1,49 +1,34 @@
-// The forward of the layer in one persistent kernel, with g and u kept or not, with peers or
-// without.
+// The forward of SwiGLU without biases, and the entries of all forward kernels.
 #include "kernel/forward.h"
-#include "kernel/forward_steps.cuh"
-#include "kernel/skeleton.cuh"
+#include "kernel/forward_kernels.cuh"
+#include "kernel/general.h"
 
 namespace megamoe {
-namespace {
 
-template <bool kKeepsGateUp, bool kWithPeers>
-__global__ __cluster_dims__(kPairBlocks)
-    __launch_bounds__(kBlockThreads,
-                      1) void ForwardKernel(const __grid_constant__ ForwardMaps maps,
-                                            const __grid_constant__ ForwardParams p) {
-  Skeleton<ForwardSteps<kKeepsGateUp, kWithPeers>>::Run(maps, p);
-}
+using Kernels = ForwardKernels<SwiGlu>;
 
-using Kernel = void (*)(ForwardMaps, ForwardParams);
-// By 2 * (there are peers) + (g and u are kept).
-constexpr Kernel kKernels[] = {ForwardKernel<false, false>, ForwardKernel<true, false>,
-                               ForwardKernel<false, true>, ForwardKernel<true, true>};
-
-}  // namespace
-
-CudaStatus LoadForward() {
-  for (const Kernel kernel : kKernels) {
-    if (CudaStatus status = LoadKernel(kernel); !status.ok()) return status;
-  }
-  return {};
-}
+CudaStatus LoadForward() { return FirstFailure({Kernels::Load(), LoadGeneralForward()}); }
 
 CudaStatus LaunchForward(cudaStream_t stream, int num_multiprocessors, const ForwardMaps& maps,
                          const ForwardParams& params, bool starts_early) {
-  // The backward takes g and u of the first pass alone.
-  const bool keeps = params.gate_up != nullptr && params.pass == 0;
-  const Kernel kernel = kKernels[2 * (params.dims.R > 1) + keeps];
-  return LaunchKernel(kernel, stream, num_multiprocessors, maps, params, starts_early);
+  const auto launch =
+      IsGeneral(params.unit, params.biases) ? LaunchGeneralForward : Kernels::Launch;
+  return launch(stream, num_multiprocessors, maps, params, starts_early);
 }
 
 #ifdef MEGAMOE_DELAYS
-CudaStatus SetForwardDelays(uint32_t seed) { return SetDelaySeedHere(seed); }
-CudaStatus AddForwardDelays(uint32_t* delays) { return AddDelaysHere(delays); }
+CudaStatus SetForwardDelays(uint32_t seed) {
+  return FirstFailure({SetDelaySeedHere(seed), SetGeneralForwardDelays(seed)});
+}
+CudaStatus AddForwardDelays(uint32_t* delays) {
+  return FirstFailure({AddDelaysHere(delays), AddGeneralForwardDelays(delays)});
+}
 #endif
 
 #ifdef MEGAMOE_FAULTS
-CudaStatus SetForwardFault(uint32_t fault) { return SetFaultHere(fault); }
+CudaStatus SetForwardFault(uint32_t fault) {
+  return FirstFailure({SetFaultHere(fault), SetGeneralForwardFault(fault)});
+}
 #endif
 
 }  // namespace megamoe

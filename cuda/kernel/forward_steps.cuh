@@ -4,10 +4,11 @@
 #include <type_traits>
 
 #include "comm/wait.cuh"
+#include "kernel/activation.cuh"
+#include "kernel/biases.cuh"
 #include "kernel/gate_up.cuh"
 #include "kernel/steps.cuh"
 #include "kernel/token_sums.cuh"
-#include "ptx/activation.cuh"
 #include "shared/forward.h"
 
 namespace megamoe {
@@ -32,7 +33,8 @@ struct GateUpProduct : TokenProduct<> {
   }
 };
 
-// h = silu(x Wg) * (x Wu): 128 rows x (128 gate + the same 128 up) columns; g and u are dropped.
+// h of g = x Wg and u = x Wu: 128 rows x (128 gate + the same 128 up) columns; g and u are dropped.
+template <typename Activation>
 struct PlainGateUpStep : TokenStep {
   using Products = ProductList<GateUpProduct>;
   static constexpr int kStep = 0;
@@ -51,14 +53,16 @@ struct PlainGateUpStep : TokenStep {
   }
 
   // Sixteen columns of a chunk.
-  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
+  template <typename Begun>
+  static __device__ __forceinline__ void PutColumns(const ForwardParams& p, const Begun&,
+                                                    const Staging& staging, const float (&acc)[128],
                                                     int chunk, int c) {
     uint32_t packed[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int j = 32 * chunk + 8 * c + 2 * i;
-      packed[i] =
-          ptx::PackBf16(ptx::Silu(acc[j]) * acc[64 + j], ptx::Silu(acc[j + 1]) * acc[65 + j]);
+      packed[i] = ptx::PackBf16(Activation::Value(p.unit, acc[j], acc[64 + j]),
+                                Activation::Value(p.unit, acc[j + 1], acc[65 + j]));
     }
     staging.Put(chunk, c, packed);
   }
@@ -70,8 +74,28 @@ struct PlainGateUpStep : TokenStep {
   }
 };
 
+// The same with biases.
+template <typename Activation>
+struct BiasedGateUpStep : PlainGateUpStep<Activation> {
+  static __device__ __forceinline__ TileBiases Begin(const ForwardParams& p, const TileItem& item,
+                                                     int) {
+    return TileBiases::OfGateUp(p.biases, p, item.expert, item.n);
+  }
+  static __device__ __forceinline__ void Keep(const ForwardParams&, const TileItem&, int,
+                                              const TileBiases&, const float (&)[128]) {}
+  static __device__ __forceinline__ void PutColumns(const ForwardParams& p,
+                                                    const TileBiases& biases,
+                                                    const Staging& staging, float (&acc)[128],
+                                                    int chunk, int c) {
+    biases.AddTo(acc, chunk, c);
+    biases.AddTo(acc, 2 + chunk, c);
+    PlainGateUpStep<Activation>::PutColumns(p, biases, staging, acc, chunk, c);
+  }
+};
+
 // The same with g and u kept.
-struct KeepingGateUpStep : PlainGateUpStep {
+template <typename Activation>
+struct KeepingGateUpStep : PlainGateUpStep<Activation> {
   static __device__ __forceinline__ RowBits Begin(const ForwardParams& p, const TileItem& item,
                                                   int consumer) {
     return RowBits::Of(p, item, consumer);
@@ -103,6 +127,25 @@ struct KeepingGateUpStep : PlainGateUpStep {
     uint4* part = KeptGateUp::Part(p.gate_up, p, item.row / kConsumerRows + consumer, columns);
 #pragma unroll
     for (int v = 0; v < kPartVectors; ++v) KeptGateUp::Store(part, v, words(0, v), words(1, v));
+  }
+};
+
+// The same with biases and with g and u kept.
+template <typename Activation>
+struct BiasedKeepingGateUpStep : KeepingGateUpStep<Activation> {
+  using Unbiased = KeepingGateUpStep<Activation>;
+  struct Begun {
+    RowBits rows;
+    TileBiases biases;
+  };
+  static __device__ __forceinline__ Begun Begin(const ForwardParams& p, const TileItem& item,
+                                                int consumer) {
+    return {RowBits::Of(p, item, consumer), TileBiases::OfGateUp(p.biases, p, item.expert, item.n)};
+  }
+  static __device__ __forceinline__ void Keep(const ForwardParams& p, const TileItem& item,
+                                              int consumer, const Begun& begun, float (&acc)[128]) {
+    begun.biases.AddTo(acc);
+    Unbiased::Keep(p, item, consumer, begun.rows, acc);
   }
 };
 
@@ -143,13 +186,44 @@ struct DownStep : HiddenRowsStep<&ForwardMaps::pool> {
   }
 };
 
+// The same with biases.
+struct BiasedDownStep : DownStep {
+  static __device__ __forceinline__ TileBiases Begin(const ForwardParams& p, const TileItem& item,
+                                                     int) {
+    return TileBiases::OfDown(p.biases, p, item.expert, item.n);
+  }
+  static __device__ __forceinline__ void Keep(const ForwardParams&, const TileItem&, int,
+                                              const TileBiases&, const float (&)[128]) {}
+  static __device__ __forceinline__ void PutColumns(const ForwardParams&, const TileBiases& biases,
+                                                    const Staging& staging, float (&acc)[128],
+                                                    int chunk, int c) {
+    biases.AddTo(acc, chunk, c);
+    PutRounded(staging, acc, chunk, c);
+  }
+};
+
+// The steps of an activation: kKeeps: g and u are kept.
+template <typename Activation, bool kKeeps, bool kHasBiases = Activation::kIsGeneral>
+struct ForwardStepsOf {
+  using GateUp =
+      std::conditional_t<kKeeps, KeepingGateUpStep<Activation>, PlainGateUpStep<Activation>>;
+  using Down = DownStep;
+};
+template <typename Activation, bool kKeeps>
+struct ForwardStepsOf<Activation, kKeeps, true> {
+  using GateUp =
+      std::conditional_t<kKeeps, BiasedKeepingGateUpStep<Activation>, BiasedGateUpStep<Activation>>;
+  using Down = BiasedDownStep;
+};
+
 // What the roles need to know of the forward. kKeepsGateUp: it stores g and u for the backward.
-// kWithPeers: of the experts other ranks have a share.
-template <bool kKeepsGateUp, bool kWithPeers = false>
+// kWithPeers: of the experts other ranks have a share. Activation: see kernel/activation.cuh.
+template <bool kKeepsGateUp, bool kWithPeers, typename Activation>
 struct ForwardSteps : TokenSums<kWithPeers, ForwardParams> {
   using Params = ForwardParams;
   using Maps = ForwardMaps;
-  using GateUp = std::conditional_t<kKeepsGateUp, KeepingGateUpStep, PlainGateUpStep>;
+  using GateUp = typename ForwardStepsOf<Activation, kKeepsGateUp>::GateUp;
+  using Down = typename ForwardStepsOf<Activation, kKeepsGateUp>::Down;
 
   static constexpr uint32_t kProductParts = kGateUp | kDown;
   // Registers of a thread: the first warpgroup gives some to the two that multiply.
@@ -164,7 +238,7 @@ struct ForwardSteps : TokenSums<kWithPeers, ForwardParams> {
     if (step == GateUp::kStep) {
       f.template operator()<GateUp>();
     } else {
-      f.template operator()<DownStep>();
+      f.template operator()<Down>();
     }
   }
 

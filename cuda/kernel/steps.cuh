@@ -75,6 +75,9 @@ struct PlainStep {
   static constexpr bool kHasFinish = false;
   // Stores g and u for its own finish.
   static constexpr bool kMakesGateUp = false;
+  // What Begin returns also reads each stage of the result's product, by ReadStage, and ends by
+  // EndStages behind it.
+  static constexpr bool kReadsStages = false;
 
   // Keeps more than its result: Begin comes before the products, Keep behind them, and KeepPads in
   // a consumer whose half of the tile is all pads.
@@ -111,7 +114,9 @@ struct HiddenRowsStep : TokenStep {
   static __device__ __forceinline__ int NumColumnTiles(const LayerParams& p) {
     return NumDownTiles(p);
   }
-  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
+  template <typename Params, typename Begun>
+  static __device__ __forceinline__ void PutColumns(const Params&, const Begun&,
+                                                    const Staging& staging, const float (&acc)[128],
                                                     int chunk, int c) {
     PutRounded(staging, acc, chunk, c);
   }

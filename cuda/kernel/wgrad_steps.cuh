@@ -6,6 +6,7 @@
 #pragma once
 
 #include "comm/wait.cuh"
+#include "kernel/biases.cuh"
 #include "kernel/steps.cuh"
 #include "pipeline/mutation.cuh"
 #include "shared/backward.h"
@@ -14,6 +15,7 @@ namespace megamoe {
 
 // How the float32 sums are stored: 128 bytes of a row in each chunk.
 struct StoredGradients {
+  static constexpr bool kAdds = false;
   static __device__ __forceinline__ void Store(const CUtensorMap& map, const TileItem&,
                                                uint32_t staging, int column, int row) {
     ptx::TmaStore(map, staging, column, row);
@@ -38,6 +40,7 @@ struct F32Gradients : StoredGradients {
 // Added to what earlier passes have stored: each element once in a pass, so that no order shows. An
 // expert without rows in the pass adds nothing.
 struct AddedGradients : F32Gradients {
+  static constexpr bool kAdds = true;
   static __device__ __forceinline__ void Store(const CUtensorMap& map, const TileItem& item,
                                                uint32_t staging, int column, int row) {
     if (item.depth > 0) ptx::TmaAdd(map, staging, column, row);
@@ -124,7 +127,9 @@ struct WgradDownStep : WgradStep {
   static __device__ __forceinline__ int NumConsumers(const BackwardParams& p, int row) {
     return row + kConsumerRows < p.I ? 2 : 1;
   }
-  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
+  template <typename Begun>
+  static __device__ __forceinline__ void PutColumns(const BackwardParams&, const Begun&,
+                                                    const Staging& staging, const float (&acc)[128],
                                                     int chunk, int c) {
     Gradients::PutColumns(staging, acc, chunk, c);
   }
@@ -169,7 +174,9 @@ struct WgradGateUpStep : WgradStep {
   static __device__ __forceinline__ int NumConsumers(const BackwardParams& p, int row) {
     return row + kConsumerRows < p.H ? 2 : 1;
   }
-  static __device__ __forceinline__ void PutColumns(const Staging& staging, const float (&acc)[128],
+  template <typename Begun>
+  static __device__ __forceinline__ void PutColumns(const BackwardParams&, const Begun&,
+                                                    const Staging& staging, const float (&acc)[128],
                                                     int chunk, int c) {
     Gradients::PutColumns(staging, acc, chunk, c);
   }
@@ -182,6 +189,84 @@ struct WgradGateUpStep : WgradStep {
                      item.n * kGateUpColumns + chunk % kOfGate * Gradients::kChunkColumns,
                      item.expert * p.H + item.row + consumer * kConsumerRows);
   }
+};
+
+// The same steps of experts with biases, whose gradients are sums over the rows of B: the first
+// tile of a column computes them beside its products. In float32 whatever the weights' are.
+struct BiasSums {
+  bool is_first;
+  ColumnSums sums;
+
+  __device__ __forceinline__ bool reads() const { return is_first; }
+  static __device__ __forceinline__ BiasSums Begin(const BackwardParams& p, const TileItem& item) {
+    return {p.dbiases.down != nullptr && item.row == 0 && item.num_consumers > 0, {}};
+  }
+  // Of the consumer's columns in a stage.
+  static __device__ __forceinline__ uint32_t Columns(uint32_t stage, int consumer) {
+    return stage + kStageABytes + consumer * (kStageBBytes / kNumConsumers);
+  }
+  // columns: of an expert. An expert without rows in a pass behind the first adds nothing.
+  template <typename Gradients>
+  __device__ __forceinline__ void Store(float* gradient, const TileItem& item, int columns,
+                                        int column) {
+    if (!is_first || (Gradients::kAdds && item.depth == 0)) return;
+    sums.Store(gradient + int64_t{item.expert} * columns + column, columns - column,
+               Gradients::kAdds);
+  }
+};
+
+template <typename Gradients>
+struct BiasedWgradDownStep : WgradDownStep<Gradients> {
+  static constexpr bool kReadsStages = true;
+
+  struct Begun : BiasSums {
+    int first_row;  // of the expert, and the lane's of eight
+  };
+  static __device__ __forceinline__ Begun Begin(const BackwardParams& p, const TileItem& item,
+                                                int) {
+    return {BiasSums::Begin(p, item),
+            p.plan.expert_start[item.expert] + static_cast<int>(ColumnSums::LaneRow())};
+  }
+  static __device__ __forceinline__ void ReadStage(const BackwardParams& p, const TileItem&,
+                                                   int consumer, int k, uint32_t stage,
+                                                   Begun& begun) {
+    float weights[kBlockK / 8];
+#pragma unroll
+    for (int i = 0; i < kBlockK / 8; ++i) {
+      weights[i] = __ldcg(&p.bias_rows[begun.first_row + k * kBlockK + i * 8].y);
+    }
+    begun.sums.Add(BiasSums::Columns(stage, consumer), weights);
+  }
+  static __device__ __forceinline__ void EndStages(const BackwardParams& p, const TileItem& item,
+                                                   int consumer, Begun& begun) {
+    const int column = item.n * kDownColumns + consumer * kDownColumns / kNumConsumers;
+    begun.template Store<Gradients>(p.dbiases.down, item, p.H, column);
+  }
+  static __device__ __forceinline__ void Keep(const BackwardParams&, const TileItem&, int,
+                                              const Begun&, const float (&)[128]) {}
+};
+
+// The first consumer has the columns of gate, the second those of up.
+template <typename Gradients>
+struct BiasedWgradGateUpStep : WgradGateUpStep<Gradients> {
+  static constexpr bool kReadsStages = true;
+
+  static __device__ __forceinline__ BiasSums Begin(const BackwardParams& p, const TileItem& item,
+                                                   int) {
+    return BiasSums::Begin(p, item);
+  }
+  static __device__ __forceinline__ void ReadStage(const BackwardParams&, const TileItem&,
+                                                   int consumer, int, uint32_t stage,
+                                                   BiasSums& begun) {
+    begun.sums.Add(BiasSums::Columns(stage, consumer), {1, 1, 1, 1, 1, 1, 1, 1});
+  }
+  static __device__ __forceinline__ void EndStages(const BackwardParams& p, const TileItem& item,
+                                                   int consumer, BiasSums& begun) {
+    float* const gradient = consumer == 0 ? p.dbiases.gate : p.dbiases.up;
+    begun.Store<Gradients>(gradient, item, p.I, item.n * kGateUpColumns);
+  }
+  static __device__ __forceinline__ void Keep(const BackwardParams&, const TileItem&, int,
+                                              const BiasSums&, const float (&)[128]) {}
 };
 
 }  // namespace megamoe

@@ -17,6 +17,18 @@ __device__ __forceinline__ float HighBf16(uint32_t packed) {
   return __uint_as_float(packed & 0xffff0000u);
 }
 
+// NaN if either is.
+__device__ __forceinline__ float MinOrNan(float x, float y) {
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
+  return least;
+}
+__device__ __forceinline__ float MaxOrNan(float x, float y) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
+  return most;
+}
+
 // Within 2 units of the last place; what is below the normal numbers becomes 0.
 __device__ __forceinline__ float Exp2(float x) {
   float power;

@@ -36,7 +36,7 @@ class MultiplyRole {
         Delay(DelaySite::kMultiply, item.row * 64 + item.n);
         if (consumer_ >= item.num_consumers) {
           if constexpr (Step::kMakesGateUp) SayMade();
-          Skip(Step::Products::NumKBlocks(p_, item));
+          Skip<Step>(item);
           if (item.num_consumers > 0) Step::KeepPads(p_, item, consumer_);
         } else if constexpr (Step::kHasFinish) {
           MultiplyAndFinish<Step>(typename Step::Before(), item);
@@ -69,24 +69,64 @@ class MultiplyRole {
   }
 
   // The consumer's half of the tile is all pads: only the stages are handed back.
-  __device__ __forceinline__ void Skip(int num_k_blocks) {
+  template <typename Step>
+  __device__ __forceinline__ void Skip(const TileItem& item) {
+    const int num_k_blocks = Step::Products::NumKBlocks(p_, item);
+    if constexpr (Step::kReadsStages && !Step::kHasFinish) {
+      auto begun = Step::Begin(p_, item, consumer_);
 #pragma unroll 1
-    for (int k = 0; k < num_k_blocks; ++k) ReleaseStage(WaitForStage());
+      for (int k = 0; k < num_k_blocks; ++k) {
+        const uint32_t stage = WaitForStage();
+        ReadStage<Step>(begun, item, k, stage);
+        ReleaseStage(stage);
+      }
+      Step::EndStages(p_, item, consumer_, begun);
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < num_k_blocks; ++k) ReleaseStage(WaitForStage());
+    }
+  }
+
+  // What overwrites a stage are copies: no lane's loads may come behind its release.
+  template <typename Step, typename Begun>
+  __device__ __forceinline__ void ReadStage(Begun& begun, const TileItem& item, int k,
+                                            uint32_t stage) {
+    if constexpr (Step::kReadsStages) {
+      if (!begun.reads()) return;
+      Step::ReadStage(p_, item, consumer_, k, AddressOf(shared_.stages, stage), begun);
+      ptx::FenceAsyncShared();
+      __syncwarp();
+    }
   }
 
   // A step with one product, whose sums it rounds and stores.
   template <typename Step, typename Product>
   __device__ __forceinline__ void MultiplyAndPut(ProductList<Product>, float (&acc)[128],
                                                  const TileItem& item) {
-    const auto begun = Step::Begin(p_, item, consumer_);
-    Multiply<Product>(acc, item);
+    const auto begun = MultiplyBeside<Step, Product>(acc, item);
     Step::Keep(p_, item, consumer_, begun, acc);
 #pragma unroll
     for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
       staging_.Open(chunk);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) Step::PutColumns(staging_, acc, chunk, c);
+      for (int c = 0; c < 4; ++c) Step::PutColumns(p_, begun, staging_, acc, chunk, c);
       staging_.Close(chunk);
+    }
+  }
+
+  // Returns what Begin does, which perhaps has read all stages.
+  template <typename Step, typename Product>
+  __device__ __forceinline__ auto MultiplyBeside(float (&acc)[128], const TileItem& item) {
+    if constexpr (Step::kReadsStages) {
+      auto begun = Step::Begin(p_, item, consumer_);
+      Multiply<Product>(acc, item,
+                        [&](int k, uint32_t stage) { ReadStage<Step>(begun, item, k, stage); });
+      Step::EndStages(p_, item, consumer_, begun);
+      return begun;
+    } else {
+      const auto begun = Step::Begin(p_, item, consumer_);
+      Multiply<Product>(acc, item);
+      return begun;
     }
   }
 
@@ -99,11 +139,13 @@ class MultiplyRole {
     float acc[128];
     Clear(acc);
     const int read_more_at = min(kReadMoreAt, Result::NumKBlocks(p_, item) - 1);
-    Multiply<Result>(acc, item, [&](int k) {
+    Multiply<Result>(acc, item, [&](int k, uint32_t stage) {
+      ReadStage<Step>(begun, item, k, stage);
       if (k != read_more_at) return;
       begun.ReadMore(p_);
       if constexpr (Step::kMakesGateUp) SayMade();
     });
+    if constexpr (Step::kReadsStages) Step::EndStages(p_, item, consumer_, begun);
     Step::Finish(p_, item, consumer_, begun, acc, staging_, Stages(*this));
   }
   static constexpr int kReadMoreAt = 2;  // K-blocks, by which what Begin reads has come
@@ -111,10 +153,11 @@ class MultiplyRole {
   template <typename Step, typename Product>
   __device__ __forceinline__ void MultiplyAndKeep(const TileItem& item) {
     if (Product::NumKBlocks(p_, item) == 0) return;
+    auto begun = Step::BeginBefore(Product(), p_, item);
     float acc[128];
     Clear(acc);
     Multiply<Product>(acc, item);
-    Step::Keep(Product(), p_, item, consumer_, acc);
+    Step::Keep(Product(), p_, item, consumer_, begun, acc);
   }
 
   // What this warp has kept may be copied.
@@ -144,10 +187,10 @@ class MultiplyRole {
   };
 
   struct Nothing {
-    __device__ __forceinline__ void operator()(int) const {}
+    __device__ __forceinline__ void operator()(int, uint32_t) const {}
   };
 
-  // Calls meanwhile(k) when the products of K-block k have been issued.
+  // Calls meanwhile(k, stage) when the products of K-block k have been issued.
   template <typename Product, typename F = Nothing>
   __device__ __forceinline__ void Multiply(float (&acc)[128], const TileItem& item,
                                            F meanwhile = {}) {
@@ -182,7 +225,9 @@ class MultiplyRole {
       for (int i = 0; i < num_steps; ++i) {
         IssueProducts(
             acc, [&] { multiply(AddressOf(shared_.stages, last), i, (num_whole | i) != 0); },
-            [] {});
+            [&] {
+              if (i == 0) meanwhile(num_whole, last);
+            });
         if (i == 0 && num_whole > 0) ReleaseStage(previous);
       }
       EndProducts(acc, last);
@@ -210,7 +255,7 @@ class MultiplyRole {
     for (int k = 0; k < num_k_blocks; ++k) {
       const uint32_t stage = WaitForStage();
       IssueProducts(
-          acc, [&] { issue(AddressOf(shared_.stages, stage), k); }, [&] { meanwhile(k); });
+          acc, [&] { issue(AddressOf(shared_.stages, stage), k); }, [&] { meanwhile(k, stage); });
       if (k > 0) ReleaseStage(previous);
       previous = stage;
     }

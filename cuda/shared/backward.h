@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "shared/activation.h"
 #include "shared/layer.h"
 
 namespace megamoe {
@@ -25,6 +26,10 @@ struct BackwardParams : LayerParams {
   uint4* dx;              // [T, H] bf16
   float* dw_partial;      // [P, N-tiles of I]: dw of each row, by column tile
   float* dw;              // [T, K]
+  GatedUnit unit;
+  ExpertBiases biases;    // null: none
+  BiasGradients dbiases;  // null: none, or of frozen experts
+  float2* bias_rows;      // [P], with biases: <dy, b_down> of each row and its router weight
 };
 
 // Row-major matrices in boxes of 128 bytes a row; see host/backward.cc.

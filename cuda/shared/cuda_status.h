@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <initializer_list>
 #include <string>
 
 namespace megamoe {
@@ -16,6 +17,14 @@ struct CudaStatus {
     return std::string(call) + ": " + cudaGetErrorName(error) + ", " + cudaGetErrorString(error);
   }
 };
+
+// The first of the results that is an error, if one is.
+inline CudaStatus FirstFailure(std::initializer_list<CudaStatus> results) {
+  for (const CudaStatus& result : results) {
+    if (!result.ok()) return result;
+  }
+  return {};
+}
 
 }  // namespace megamoe
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "shared/activation.h"
 #include "shared/layer.h"
 
 namespace megamoe {
@@ -18,6 +19,8 @@ struct ForwardParams : LayerParams {
   uint4* y;           // [T, H] bf16
   uint4* gate_up;     // [P, 2 I] bf16: g and u, see kernel/gate_up.cuh; null: they are not kept
   int64_t pool_rows;  // P
+  GatedUnit unit;
+  ExpertBiases biases;  // null: none
 };
 
 // Row-major bf16 matrices in boxes of 64 columns; see host/forward.cc.

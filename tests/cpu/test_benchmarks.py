@@ -151,6 +151,10 @@ def test_variants_are_those_of_a_pass() -> None:
     frozen = [name.replace(both[0], both[1]) for name in kept]
     assert names("forward_backward", only=both) == [*kept, *frozen]
     assert names("forward", only=both) == [f"{ours} none, {d}" for d in dtypes]
+    clamped = [name.replace(both[0], "jax_megamoe_clamped_bias") for name in kept]
+    only = [both[0], "jax_megamoe_clamped_bias"]
+    assert names("forward_backward", only=only) == [*kept, *clamped]
+    assert names("forward", only=only[1:]) == [clamped[0], clamped[2]]
 
 
 def test_what_fails_is_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -222,6 +226,20 @@ def test_frozen_experts_have_the_same_other_gradients(save: str) -> None:
         assert len(frozen) == count and len(trained) == count + 3
         for a, b in zip(frozen, trained[:count], strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("save", ["none", "gate_up"])
+def test_the_experts_of_gpt_oss_have_gradients_of_biases(save: str) -> None:
+    arrays = _shapes.inputs(TINY, "bf16")
+    run = _implementations.jax_megamoe_clamped_bias
+    y, *found = run("forward_backward", save, arrays).call()
+    assert [a.shape for a in found[5:]] == [(4, 64)] * 3
+    np.testing.assert_array_equal(np.asarray(run("forward", "none", arrays).call()), y)
+    gradients = run("backward", save, arrays).call()
+    assert len(gradients) == len(found) == 8
+    for a, b in zip(gradients, found, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert np.any(np.asarray(a, np.float32))
 
 
 def test_a_record_of_frozen_experts() -> None:

@@ -92,23 +92,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
             ("b_down", (E // 2, H), f"[E/R, H] = {(E, H)}"),
         )
     },
-    **{
-        f"{activation} on the kernels": (
-            {**sizes(H=64, I=64), "backend": "cuda", "activation": activation},
-            ValueError,
-            "activation",
-            "with backend='cuda'",
-            "'swiglu' there; the reference takes it",
-        )
-        for activation in ("geglu", ClampedSwiGLU())
-    },
-    "biases on the kernels": (
-        {**sizes(H=64, I=64), **biases_of(H=64, I=64), "backend": "cuda"},
-        ValueError,
-        "b_gate",
-        "given with backend='cuda'",
-        "None, as b_up and b_down, there; the reference takes it",
-    ),
 }
 
 

@@ -4,10 +4,8 @@
 #include "calls.h"
 #include "comm/share_inputs.cuh"
 #include "kernel/backward.h"
-#include "kernel/backward_steps.cuh"
 #include "kernel/forward.h"
-#include "kernel/forward_steps.cuh"
-#include "kernel/skeleton.cuh"
+#include "kernels.h"
 #include "machine.h"
 #include "plan/plan.h"
 
@@ -118,19 +116,6 @@ CudaStatus plan::Launch(cudaStream_t, const PlanProblem& problem, int pass,
   return {};
 }
 
-// As LaunchForward of cuda/kernel/forward.cu.
-template <template <bool, bool> typename Steps, typename Maps, typename Params>
-void RunForwardKernel(const Maps& maps, const Params& params) {
-  const bool keeps = params.gate_up != nullptr && params.pass == 0;
-  if (params.dims.R > 1) {
-    keeps ? Skeleton<Steps<true, true>>::Run(maps, params)
-          : Skeleton<Steps<false, true>>::Run(maps, params);
-  } else {
-    keeps ? Skeleton<Steps<true, false>>::Run(maps, params)
-          : Skeleton<Steps<false, false>>::Run(maps, params);
-  }
-}
-
 CudaStatus LaunchShareInputs(cudaStream_t, int blocks, const ShareParams& params) {
   static_assert(kShareThreads == emulator::kBlockThreads);
   Enqueue({[=] { ShareInputs(params); }, blocks});
@@ -139,28 +124,17 @@ CudaStatus LaunchShareInputs(cudaStream_t, int blocks, const ShareParams& params
 
 CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
                          const ForwardParams& params, bool) {
-  Enqueue({[=] { RunForwardKernel<ForwardSteps>(maps, params); }, blocks});
+  const auto run = IsGeneral(params.unit, params.biases) ? emulator::RunForward<GeneralUnit>
+                                                         : emulator::RunForward<SwiGlu>;
+  Enqueue({[=] { run(maps, params); }, blocks});
   return {};
-}
-
-// As LaunchBackward of cuda/kernel/backward.cu.
-template <typename Gradients, bool kTakesGateUp>
-void RunBackwardKernel(const BackwardMaps& maps, const BackwardParams& params) {
-  params.dims.R > 1 ? Skeleton<BackwardSteps<Gradients, kTakesGateUp, true>>::Run(maps, params)
-                    : Skeleton<BackwardSteps<Gradients, kTakesGateUp>>::Run(maps, params);
 }
 
 CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
                           const BackwardParams& params, bool float_gradients, bool) {
-  const bool takes = params.gate_up != nullptr;
-  const auto run =
-      float_gradients
-          ? (takes ? RunBackwardKernel<F32Gradients, true> : RunBackwardKernel<F32Gradients, false>)
-          : (takes ? RunBackwardKernel<Bf16Gradients, true>
-                   : RunBackwardKernel<Bf16Gradients, false>);
-  const auto adding = Skeleton<BackwardSteps<AddedGradients, false, true>>::Run;
-  const auto chosen = params.pass > 0 ? adding : run;
-  Enqueue({[=] { chosen(maps, params); }, blocks});
+  const auto run = IsGeneral(params.unit, params.biases) ? emulator::RunBackward<GeneralUnit>
+                                                         : emulator::RunBackward<SwiGlu>;
+  Enqueue({[=] { run(maps, params, float_gradients); }, blocks});
   return {};
 }
 
@@ -177,6 +151,7 @@ class Emulated final : public ranks::Machine {
     num_multiprocessors = h_.multiprocessors;
     emulator::Seed(h_.seed);
     megamoe::seeded_fault = h_.fault;
+    emulator::SetGeneralFault(h_.fault);
   }
 
   void* Allocate(int64_t bytes) override {

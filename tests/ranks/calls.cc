@@ -20,6 +20,9 @@ constexpr uint32_t kFirstEpoch = 1;
 struct CallHeader {
   int32_t is_backward, num_steps, float_gradients, keep_gate_up, num_launches;
   int32_t trace_records;  // rows of the trace, the last result; 0: none
+  int32_t has_biases;
+  float alpha, beta, limit, offset;
+  int32_t unused;  // launches lie behind an even number of these
   int32_t tiles_m[megamoe::kMaxSteps], tiles_n[megamoe::kMaxSteps], lag[megamoe::kMaxSteps];
   int64_t launches[8];
 };
@@ -155,9 +158,21 @@ class Runner {
     call->pool_rows = megamoe::PoolRows(call->plan);
     call->expert_idx = Read<int32_t>(int64_t{h_.T} * h_.K);
     call->expert_weight = Read<float>(int64_t{h_.T} * h_.K);
+    call->unit = {c.alpha, c.beta, c.limit, c.offset};
     call->launches = c.launches;
     call->num_launches = c.num_launches;
     return plans;
+  }
+
+  void ReadBiases(const CallHeader& c, LayerCall* call) {
+    if (c.has_biases == 0) return;
+    const int64_t experts = h_.E / h_.R;
+    call->biases.gate = Read<float>(experts * h_.I);
+    call->biases.up = Read<float>(experts * h_.I);
+    call->biases.down = Read<float>(experts * h_.H);
+  }
+  float* BiasGradient(int64_t columns) {
+    return static_cast<float*>(AddResult(h_.E / h_.R * columns * int64_t{sizeof(float)}));
   }
 
   megamoe::ForwardCall Forward(const CallHeader& c, const LayerCall& layer) {
@@ -167,6 +182,7 @@ class Runner {
     call.w_gate = ReadBf16(weights());
     call.w_up = ReadBf16(weights());
     call.w_down = ReadBf16(weights());
+    ReadBiases(c, &call);
     call.y = AddResult(int64_t{h_.T} * h_.H * kBf16Bytes);
     call.pool = Pool(layer, h_.H);
     call.h = Pool(layer, h_.I);
@@ -184,6 +200,7 @@ class Runner {
     call.w_up = ReadBf16(weights());
     call.w_down = ReadBf16(weights());
     call.dy = ReadBf16(int64_t{h_.T} * h_.H);
+    ReadBiases(c, &call);
     if (c.keep_gate_up != 0) call.gate_up = ReadBf16(layer.pool_rows * 2 * h_.I);
     call.dx = AddResult(int64_t{h_.T} * h_.H * kBf16Bytes);
     call.dw = static_cast<float*>(AddResult(int64_t{h_.T} * h_.K * sizeof(float)));
@@ -193,6 +210,13 @@ class Runner {
       for (void** gradient : {&call.dw_gate, &call.dw_up, &call.dw_down}) {
         *gradient = AddResult(bytes);
       }
+      if (c.has_biases != 0) {
+        call.dbiases = {BiasGradient(h_.I), BiasGradient(h_.I), BiasGradient(h_.H)};
+      }
+    }
+    if (c.has_biases != 0) {
+      call.bias_rows =
+          static_cast<float2*>(machine_.Allocate(layer.pool_rows * int64_t{sizeof(float2)}));
     }
     for (void** pool : {&call.x_pool, &call.dy_pool, &call.dx_pool}) *pool = Pool(layer, h_.H);
     for (void** pool : {&call.dg, &call.du, &call.wh}) *pool = Pool(layer, h_.I);

@@ -15,6 +15,8 @@ inline uint32_t PackBf16(float low, float high) {
 }
 inline float LowBf16(uint32_t packed) { return __uint_as_float(packed << 16); }
 inline float HighBf16(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+inline float MinOrNan(float x, float y) { return x < y || std::isnan(x) ? x : y; }
+inline float MaxOrNan(float x, float y) { return x > y || std::isnan(x) ? x : y; }
 inline float Exp2(float x) { return std::exp2(x); }
 inline float Reciprocal(float x) { return 1 / x; }
 
