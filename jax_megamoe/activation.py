@@ -27,15 +27,17 @@ class GatedUnit(NamedTuple):
     offset: float = 0.0
 
 
+# gelu(g) = g (1 + tanh(z)) / 2 = g sigmoid(2 z) with z = sqrt(2 / pi) (g + 0.044715 g^3).
+_GELU = 2 * math.sqrt(2 / math.pi)
+_BY_NAME = {"swiglu": GatedUnit(), "geglu": GatedUnit(alpha=_GELU, beta=0.044715 * _GELU)}
+
+
 def gated_unit(activation: str | ClampedSwiGLU) -> GatedUnit:
     """The constants of an activation of `MegaMoEConfig`."""
     if isinstance(activation, ClampedSwiGLU):
-        return GatedUnit(alpha=activation.alpha, limit=activation.limit, offset=1.0)
-    # (1 + tanh(z)) / 2 = sigmoid(2 z).
-    alpha = 2 * math.sqrt(2 / math.pi)
-    return {"swiglu": GatedUnit(), "geglu": GatedUnit(alpha=alpha, beta=0.044715 * alpha)}[
-        activation
-    ]
+        alpha, limit = float(activation.alpha), float(activation.limit)
+        return GatedUnit(alpha=alpha, limit=limit, offset=1.0)
+    return _BY_NAME[activation]
 
 
 def gated(unit: GatedUnit, g: Array, u: Array) -> Array:

@@ -11,7 +11,6 @@ from tests.cases import BF16, F32, ROUTINGS
 from tests.gated import Biases
 
 T, K, E = 32, 4, 16
-RANKS = (None, 1, 2, 4, 8)
 # Activations that answer 32 u, or 32 (u + 1), to g = 32 exactly, with slope 1, and what h is of
 # u = 1 over 32.
 EXACT: dict[Any, int] = {"swiglu": 1, "geglu": 1, ClampedSwiGLU(alpha=8.0, limit=64.0): 2}
@@ -78,7 +77,7 @@ def test_every_rank_count_gives_the_same_bits(precision: str, activation: Any) -
     biases = gated.normal_biases(batch.w_gate)
     how = {"precision": precision, "activation": activation}
     alone, alone_biases = layer.run_biased(batch, biases, **how)
-    for num_ranks in RANKS[1:]:
+    for num_ranks in (2, 8):
         found, found_biases = layer.run_biased(batch, biases, num_ranks, **how)
         compare.assert_results_bitwise(found, alone)
         assert_biases_bitwise(found_biases, alone_biases)

@@ -32,8 +32,8 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
 
 # Modules of jax_megamoe by which others they may import. Nothing imports the package itself, which
 # re-exports.
-_KERNELS = {"activation", "plan", "memory", "reference", "_ffi"}
-_LEAVES = {"config", "validation", "_guard", "_ids"} | _KERNELS
+_BASE_MODULES = {"config", "validation", "_guard", "_ids", "activation"}
+_LEAVES = _BASE_MODULES | {"plan", "memory", "reference", "_ffi"}
 _CALL = _LEAVES | {"_backend", "ops", "sharding"}
 _ROUTER = {"_router_checks", "_router_losses", "presets", "router"}
 _LAYER = {"_layer", "_layer_checks"}

@@ -107,7 +107,8 @@ def test_refuses(bad: str, entry: Any) -> None:
 def test_good_arguments_of_these_tests_are_taken(entry: Any) -> None:
     """The cases above fail for the one thing they change."""
     bf16 = {name: shaped(*b.shape, dtype=jnp.bfloat16) for name, b in biases_of().items()}
-    for biases in ({}, biases_of(), bf16, dict.fromkeys(BIASES)):
+    given: list[dict[str, Any]] = [{}, biases_of(), bf16, dict.fromkeys(BIASES)]
+    for biases in given:
         for activation in ("swiglu", "geglu", ClampedSwiGLU(alpha=-1.0, limit=1.0)):
             trace(entry, {**sizes(), **biases, "activation": activation})
 
@@ -118,4 +119,4 @@ def test_a_bias_that_is_sharded_over_explicit_axes_is_refused_by_the_op() -> Non
     sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("expert"))
     arrays["b_up"] = jax.device_put(arrays["b_up"], sharding)
     with jax.set_mesh(mesh), refusal(ValueError, "b_up", "sharded as", "use sharded_mega_moe"):
-        mega_moe(**arrays)
+        layer.bind()(**arrays)
