@@ -303,7 +303,6 @@ def unbuilt(nvcc: str) -> Facts:
     ("facts", "asked", "advice"),
     [
         (laptop(), {"H": 100}, "No machine runs the kernels for this call: change what its reas"),
-        (hoppers(), {"expert_bias": True}, "No machine runs the kernels for this call: change wh"),
         (
             laptop(),
             {"config": {"backend": "cuda"}},
