@@ -178,8 +178,8 @@ def forward_call(
 ) -> tuple[jax.Array, ...]:
     """The forward custom call of one rank.
 
-    Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight and biases to
-      float32.
+    Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight and biases
+      to float32.
       axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
       keep_gate_up: also returns what the backward then needs not compute again. The kernels are
         others than without.

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_megamoe
-from jax_megamoe import _ffi
+from jax_megamoe import ClampedSwiGLU, _ffi
+from jax_megamoe.activation import gated_unit
 from jax_megamoe.config import Dims, MegaMoEConfig
 from jax_megamoe.plan import backward_steps, forward_steps
 
@@ -126,6 +128,59 @@ def test_what_is_kept_is_a_result_of_the_forward_and_an_operand_of_the_backward(
     operands = line.rsplit(": (", 1)[1].split(") ->")[0].split(", ")
     assert len(operands) == 8
     assert operands[-1] == f"tensor<{DIMS.pool_rows}x{2 * DIMS.I}xbf16>"
+
+
+@pytest.mark.parametrize("activation", ["geglu", ClampedSwiGLU(alpha=1.5, limit=2.0)], ids=str)
+def test_a_call_has_the_constants_of_its_activation(activation: Any) -> None:
+    config = MegaMoEConfig(activation=activation)
+
+    def forward(*operands: jax.Array) -> jax.Array:
+        return _ffi.forward_call(*operands, dims=DIMS, config=config, axis_name=None)[0]
+
+    text = lowered(forward, *operand_types(DIMS))
+    for name, constant in gated_unit(activation)._asdict().items():
+        (found,) = re.findall(rf"[ {{]{name} = ([^ ]+) : f32", text)
+        # Infinity comes as its bits.
+        bits = int(found, 16) if found.startswith("0x") else np.float32(found).view(np.uint32)
+        assert bits == np.float32(constant).view(np.uint32)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_biases_are_operands_of_both_passes_and_their_gradients_results(trainable: bool) -> None:
+    """In float32, whatever the weights are; before what the forward has kept."""
+    config, types = MegaMoEConfig(trainable_experts=trainable), operand_types(DIMS)
+    shapes = [(DIMS.E, DIMS.I), (DIMS.E, DIMS.I), (DIMS.E, DIMS.H)]
+    biases = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    gate_up = jax.ShapeDtypeStruct((DIMS.pool_rows, 2 * DIMS.I), jnp.bfloat16)
+    how: dict[str, Any] = {"dims": DIMS, "config": config, "axis_name": None}
+
+    def forward(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return _ffi.forward_call(*operands, **how)
+
+    def backward(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return _ffi.backward_call(*operands[:-1], gate_up=operands[-1], **how)
+
+    plain, biased = (jax.eval_shape(forward, *types, *b) for b in ([], biases))
+    assert plain == biased
+    operands = (types[0], *types, *biases, gate_up)
+    gradients = [(r.shape, r.dtype) for r in jax.eval_shape(backward, *operands)]
+    assert len(gradients) == (8 if trainable else 2)
+    if trainable:
+        assert gradients[5:] == [(shape, jnp.float32) for shape in shapes]
+    for text, last in ((lowered(forward, *types, *biases), 9), (lowered(backward, *operands), 10)):
+        (line,) = (line for line in text.splitlines() if "@jax_megamoe_" in line)
+        found = line.rsplit(": (", 1)[1].split(") ->")[0].split(", ")[last - 3 : last]
+        assert found == [f"tensor<{a}x{b}xf32>" for a, b in shapes]
+        assert "biases = 1 : i64" in line
+    assert "biases = 0 : i64" in lowered(forward, *types)
+
+
+def test_ranks_agree_on_the_activation_and_on_whether_there_are_biases() -> None:
+    dims = Dims(T=16, K=2, E=8, R=2, H=64, I=64)
+    others = [("swiglu", False), ("geglu", False), ("swiglu", True), (ClampedSwiGLU(), False)]
+    others += [(ClampedSwiGLU(limit=1.0), False)]
+    found = [_ffi._configuration(dims, MegaMoEConfig(activation=a), b) for a, b in others]
+    assert len(set(found)) == len(others)
 
 
 def test_a_backward_of_several_passes_rounds_its_gradients_behind_the_call() -> None:

@@ -33,9 +33,17 @@ def num_bytes(variables: Any) -> int:
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
 
 
+def bias_types(sizes: dict[str, int] = SIZES) -> list[jax.ShapeDtypeStruct]:
+    shapes = [(sizes["E"], sizes[letter]) for letter in "IIH"]
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("expert_bias", [False, True])
 @pytest.mark.parametrize("keep_gate_up", [False, True])
 @pytest.mark.parametrize("letters", [{}, {"T": 1}, {"E": 7}, {"K": 32}, {"I": 4096}])
-def test_report_is_what_the_call_holds(letters: dict[str, int], keep_gate_up: bool) -> None:
+def test_report_is_what_the_call_holds(
+    letters: dict[str, int], keep_gate_up: bool, expert_bias: bool
+) -> None:
     sizes: dict[str, Any] = SIZES | letters
 
     def forward(*operands: jax.Array) -> Any:
@@ -43,8 +51,9 @@ def test_report_is_what_the_call_holds(letters: dict[str, int], keep_gate_up: bo
         how["dims"] = Dims(R=1, **sizes)
         return _ffi.forward_call(*operands, keep_gate_up=keep_gate_up, **how)
 
-    equation = forward_equation(jax.make_jaxpr(forward)(*types(sizes)).jaxpr)
-    report = memory_plan(**sizes)
+    operands = types(sizes) + (bias_types(sizes) if expert_bias else [])
+    equation = forward_equation(jax.make_jaxpr(forward)(*operands).jaxpr)
+    report = memory_plan(**sizes, expert_bias=expert_bias)
     results = equation.outvars
     if keep_gate_up:
         assert report.gate_up_bytes == num_bytes([results.pop()])
@@ -58,14 +67,16 @@ def test_report_is_what_the_call_holds(letters: dict[str, int], keep_gate_up: bo
     assert report.total_bytes == num_bytes([*equation.invars, *results])
 
 
+@pytest.mark.parametrize("expert_bias", [False, True])
 @pytest.mark.parametrize("keep_gate_up", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, None])
 def test_backward_is_refused_for_what_it_holds(
-    set_limit: Any, dtype: Any, keep_gate_up: bool
+    set_limit: Any, dtype: Any, keep_gate_up: bool, expert_bias: bool
 ) -> None:
     """What the call holds is what is compared with the device; dtype None: frozen experts."""
     config = MegaMoEConfig(trainable_experts=dtype is not None)
     x, *rest = types(float_dtype=dtype or jnp.bfloat16)
+    rest += bias_types() if expert_bias else []
     x = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
 
     kept = memory.gate_up_array(DIMS)
@@ -80,15 +91,15 @@ def test_backward_is_refused_for_what_it_holds(
         for e in jax.make_jaxpr(backward)(gate_up, x, x, *rest).jaxpr.eqns
         if e.params.get("target_name") == _ffi.BACKWARD
     ]
-    num_gradients = 2 if dtype is None else 5
+    num_gradients = 2 if dtype is None else 8 if expert_bias else 5
     total = num_bytes([*call.invars, *call.outvars])
     workspace = num_bytes(call.outvars[num_gradients:])
     set_limit(total)
-    memory.check_backward_fits(DIMS, dtype, keep_gate_up)
+    memory.check_backward_fits(DIMS, dtype, keep_gate_up, expert_bias)
     set_limit(total - 1)
     match = rf"backward of .* needs {total} bytes .*\({workspace} of workspace\)"
     with pytest.raises(MemoryError, match=match):
-        memory.check_backward_fits(DIMS, dtype, keep_gate_up)
+        memory.check_backward_fits(DIMS, dtype, keep_gate_up, expert_bias)
 
 
 def test_backward_of_more_bytes_than_64_bits_hold_is_refused() -> None:
