@@ -1,4 +1,4 @@
-"""Experts with biases: exact with the oracle, for every activation, and over every rank count."""
+"""Experts with biases: exact with the oracle, the same bits for any number of ranks."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def test_oracle_is_exact(
 
 @pytest.mark.parametrize("activation", ["swiglu", ClampedSwiGLU()])
 @pytest.mark.parametrize("precision", ["bf16", "float32"])
-def test_every_rank_count_gives_the_same_bits(precision: str, activation: Any) -> None:
+def test_the_number_of_ranks_changes_no_bit(precision: str, activation: Any) -> None:
     """More than 128 rows of one expert, some of them of every rank."""
     ids = ROUTINGS["skewed"](tokens=256, choices=2, experts=8)
     batch = cases.normal(ids, num_experts=8)
@@ -125,7 +125,7 @@ def test_frozen_experts_get_zeros_and_leave_the_rest() -> None:
 @pytest.mark.parametrize("num_ranks", [None, 4])
 @pytest.mark.parametrize("array", Biases._fields)
 def test_nan_in_a_bias_reaches_its_expert_alone(array: str, num_ranks: int | None) -> None:
-    """Two experts have no rows in all of their tile; expert 6 has none at all."""
+    """Expert 4 has one row, beside pads; expert 6 has none."""
     ids = ROUTINGS["distinct"](tokens=T, choices=2, experts=4)
     ids[3] = [4, 5]
     batch = cases.normal(ids, num_experts=8)
