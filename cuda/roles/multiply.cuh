@@ -1,6 +1,6 @@
 // Multiply: the products of a tile and the arithmetic that finishes it.
 //
-// reads      stages in shared memory
+// reads      stages in shared memory, by products; with biases also by loads
 // writes     the finished tile, in chunks of 64 rows x 128 bytes, to the staging buffers
 // waits on   item_full, stage_full; staging_empty, which the store warp releases
 // signals    item_empty, stage_empty, staging_full, gate_up_made

@@ -107,7 +107,7 @@ def test_what_is_kept_is_a_result_of_the_forward_and_an_operand_of_the_backward(
 ) -> None:
     config, types = MegaMoEConfig(), operand_types(DIMS)
 
-    def forward(*operands: jax.Array, **options: bool) -> tuple[jax.Array, ...]:
+    def forward(*operands: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
         return _ffi.forward_call(*operands, dims=DIMS, config=config, axis_name=None, **options)
 
     def backward(*operands: jax.Array) -> tuple[jax.Array, ...]:
