@@ -25,6 +25,17 @@ def normal_biases(w_gate: Any, *, seed: int = 0, dtype: Any = np.float32) -> Bia
     return Biases(*(rng.standard_normal(b.shape).astype(dtype) for b in no_biases(w_gate)))
 
 
+def biases_behind_limits(w_gate: Any, limit: float) -> Biases:
+    """Of random normal biases a third of the columns of g, and two thirds of those of u, far behind
+    a limit: where g and u are a few at most without them none comes so close to a limit that its
+    rounding decides over a gradient."""
+    biases = normal_biases(w_gate)
+    rng = np.random.default_rng(1)
+    for b, sides in ((biases.b_gate, (0, 0, 1)), (biases.b_up, (-1, 0, 1))):
+        b += (2.5 * limit * rng.choice(sides, b.shape)).astype(b.dtype)
+    return biases
+
+
 def no_biases(w_gate: Any) -> Biases:
     """Zeros, in float64."""
     experts, hidden, inner = w_gate.shape
