@@ -39,7 +39,7 @@ class ClampedSwiGLU:
     within -limit and limit. Where a clamp holds, no gradient passes it.
 
     Attributes:
-      alpha: finite in float32; 1.702 makes g sigmoid(alpha g) an approximation of gelu.
+      alpha: finite in bf16; 1.702 makes g sigmoid(alpha g) an approximation of gelu.
       limit: likewise, positive.
     """
 

@@ -93,7 +93,7 @@ def check_pool_factor(value: Any) -> None:
 def _check_activation(value: Any) -> None:
     if isinstance(value, ClampedSwiGLU):
         for name in ("alpha", "limit"):
-            _check_float32(f"activation.{name}", getattr(value, name), name == "limit")
+            _check_bf16(f"activation.{name}", getattr(value, name), name == "limit")
     elif not isinstance(value, str):
         may_be = f"{_one_of(ACTIVATIONS)}, or a ClampedSwiGLU"
         refuse(TypeError, "activation", f"{value!r} ({type(value).__name__})", may_be)
@@ -101,9 +101,9 @@ def _check_activation(value: Any) -> None:
         check_choice("activation", value, ACTIVATIONS)
 
 
-def _check_float32(name: str, value: Any, positive: bool) -> None:
-    """A number that float32 has, rounded: neither infinity nor, for a positive one, 0."""
-    limits = np.finfo(np.float32)
+def _check_bf16(name: str, value: Any, positive: bool) -> None:
+    """A number that bf16 has, rounded: neither infinity nor, for a positive one, 0."""
+    limits = jnp.finfo(jnp.bfloat16)
     least, most = float(limits.tiny if positive else limits.min), float(limits.max)
     allowed = f"a number from {least:.3g} to {most:.3g}, static"
     if isinstance(value, bool) or not isinstance(value, int | float):

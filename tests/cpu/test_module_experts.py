@@ -77,6 +77,16 @@ def test_matches_the_definition_in_float64(name: str, activation: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
+def test_the_largest_constants_make_no_nan_of_zeros(name: str) -> None:
+    """In bf16 too, which shared experts work in."""
+    most = float(jnp.finfo(jnp.bfloat16).max)
+    largest = MegaMoEConfig(activation=ClampedSwiGLU(alpha=most, limit=most))
+    functions = MODULES[name](config=largest, shared_intermediate_size=S)
+    y, _ = functions.apply(functions.init(0), jnp.zeros_like(make_x(3)))
+    assert not np.any(y)
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_biases_begin_with_zeros_beside_the_same_weights(name: str) -> None:
     plain = MODULES[name]().init(0)
     biased = MODULES[name](expert_bias=True, param_dtype=jnp.float32).init(0)

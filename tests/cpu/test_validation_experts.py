@@ -33,11 +33,15 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
             error,
             rf"activation\.{field}",
             re.escape(repr(value)),
-            f"a number from {least} to 3.4e.38, static",
+            f"a number from {least} to 3.39e.38, static",
         )
         for field, least, values in (
-            ("alpha", "-3.4e.38", (math.nan, -math.inf, 1e39, True, "1", None)),
-            ("limit", "1.18e-38", (math.nan, math.inf, 0.0, -7.0, 1e-40, 10**400, False, [7.0])),
+            ("alpha", "-3.39e.38", (math.nan, -math.inf, 3.4e38, 1e39, True, "1", None)),
+            (
+                "limit",
+                "1.18e-38",
+                (math.nan, math.inf, 0.0, -7.0, 1e-40, 3.4e38, 10**400, False, [7.0]),
+            ),
         )
         for value in values
         for error in [ValueError if type(value) in (int, float) else TypeError]
