@@ -35,7 +35,8 @@ _BY_NAME = {"swiglu": GatedUnit(), "geglu": GatedUnit(alpha=_GELU, beta=0.044715
 def gated_unit(activation: str | ClampedSwiGLU) -> GatedUnit:
     """The constants of an activation of `MegaMoEConfig`."""
     if isinstance(activation, ClampedSwiGLU):
-        alpha, limit = float(activation.alpha), float(activation.limit)
+        # Equal activations have the same constants, bit for bit: no -0.
+        alpha, limit = float(activation.alpha) + 0.0, float(activation.limit)
         return GatedUnit(alpha=alpha, limit=limit, offset=1.0)
     return _BY_NAME[activation]
 

@@ -105,7 +105,7 @@ def _check_bf16(name: str, value: Any, positive: bool) -> None:
     """A number that bf16 has, rounded: neither infinity nor, for a positive one, 0."""
     limits = jnp.finfo(jnp.bfloat16)
     least, most = float(limits.tiny if positive else limits.min), float(limits.max)
-    allowed = f"a number from {least:.3g} to {most:.3g}, static"
+    allowed = f"a Python number from {least:.3g} to {most:.3g}, static"
     if isinstance(value, bool) or not isinstance(value, int | float):
         refuse(TypeError, name, f"{value!r} ({type(value).__name__})", allowed)
     if not least <= value <= most:

@@ -33,7 +33,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
             error,
             rf"activation\.{field}",
             re.escape(repr(value)),
-            f"a number from {least} to 3.39e.38, static",
+            f"a Python number from {least} to 3.39e.38, static",
         )
         for field, least, values in (
             ("alpha", "-3.39e.38", (math.nan, -math.inf, 3.4e38, 1e39, True, "1", None)),
@@ -51,7 +51,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
         TypeError,
         r"activation\.limit",
         "Array",
-        "a number from",
+        "a Python number from",
     ),
     # Biases.
     **{
