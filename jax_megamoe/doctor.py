@@ -177,10 +177,13 @@ def _choices(question: Question) -> Iterator[str]:
         f"trainable_experts={config.trainable_experts}, {question.weights} weights"
     )
     biases = "experts with biases" if question.expert_bias else "experts without biases"
-    yield f"activation={config.activation!r}, {biases}"
+    activation = config.activation
+    named = f'"{activation}"' if isinstance(activation, str) else repr(activation)
+    yield f"activation={named}, {biases}"
     if question.dims.R > 1:
         yield f'combine_dtype="{config.combine_dtype}", pool_factor={config.pool_factor}'
-        yield f"at most {question.dims.max_passes} passes over the pool, by the routing"
+        passes = question.dims.max_passes
+        yield f"at most {passes} passes over the pool, by the routing" if passes > 1 else "one pass"
 
 
 def _memory(diagnosis: Diagnosis) -> Iterator[str]:

@@ -94,11 +94,12 @@ def _check_activation(value: Any) -> None:
     if isinstance(value, ClampedSwiGLU):
         for name in ("alpha", "limit"):
             _check_bf16(f"activation.{name}", getattr(value, name), name == "limit")
-    elif not isinstance(value, str):
-        may_be = f"{_one_of(ACTIVATIONS)}, or a ClampedSwiGLU"
+        return
+    may_be = f"{_one_of(ACTIVATIONS)}, or a ClampedSwiGLU"
+    if not isinstance(value, str):
         refuse(TypeError, "activation", f"{value!r} ({type(value).__name__})", may_be)
-    else:
-        check_choice("activation", value, ACTIVATIONS)
+    if value not in ACTIVATIONS:
+        refuse(ValueError, "activation", repr(value), may_be)
 
 
 def _check_bf16(name: str, value: Any, positive: bool) -> None:

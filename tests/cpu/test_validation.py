@@ -269,7 +269,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
         ValueError,
         "activation",
         "'gelu'",
-        "one of 'swiglu', 'geglu'",
+        "one of 'swiglu', 'geglu', or a ClampedSwiGLU",
     ),
     "activation a function": (
         {"activation": jax.nn.silu},

@@ -56,7 +56,7 @@ BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], type[Exception], str, str, str
         ValueError,
         "activation",
         "'relu'",
-        "one of 'swiglu', 'geglu'",
+        "one of 'swiglu', 'geglu', or a ClampedSwiGLU",
     ),
     "config a dict": ({"config": {}}, TypeError, "config", "dict", "a MegaMoEConfig"),
     "expert_axis a tuple": ({"expert_axis": ("e",)}, TypeError, "expert_axis", "'e'", AXIS),
