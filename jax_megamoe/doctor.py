@@ -276,7 +276,10 @@ def _parser() -> argparse.ArgumentParser:
     }
     for flag, values in choices.items():
         default = "auto" if flag == "--backend" else values[0]
-        parser.add_argument(flag, choices=values, default=default, help="(default: %(default)s)")
+        meaning = "clamped_swiglu: ClampedSwiGLU(), as gpt-oss has " if flag == "--activation" else ""
+        parser.add_argument(
+            flag, choices=values, default=default, help=f"{meaning}(default: %(default)s)"
+        )
     parser.add_argument(
         "--pool-factor", type=float, default=POOL_FACTOR, help="(default: %(default)s)"
     )
