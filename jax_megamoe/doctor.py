@@ -276,9 +276,9 @@ def _parser() -> argparse.ArgumentParser:
     }
     for flag, values in choices.items():
         default = "auto" if flag == "--backend" else values[0]
-        meaning = "clamped_swiglu: ClampedSwiGLU(), as gpt-oss has " if flag == "--activation" else ""
+        note = "; clamped_swiglu: ClampedSwiGLU(), gpt-oss's" if flag == "--activation" else ""
         parser.add_argument(
-            flag, choices=values, default=default, help=f"{meaning}(default: %(default)s)"
+            flag, choices=values, default=default, help=f"default: %(default)s{note}"
         )
     parser.add_argument(
         "--pool-factor", type=float, default=POOL_FACTOR, help="(default: %(default)s)"
