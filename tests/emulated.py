@@ -113,7 +113,8 @@ def program(name: str) -> Path:
 def _compile(command: Sequence[str], sources: Sequence[Path], program: Path) -> None:
     """Side by side, as many as there are cores; `program` is there when it is whole."""
     with tempfile.TemporaryDirectory(dir=program.parent) as folder:
-        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        # Numbered: sources of several folders have the same name.
+        objects = [Path(folder) / f"{i}.o" for i in range(len(sources))]
         commands = [
             [*command, "-c", str(source), "-o", str(to)]
             for source, to in zip(sources, objects, strict=True)
