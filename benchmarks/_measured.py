@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from _implementations import IMPLEMENTATIONS, device_copy, jax_megamoe, matmul
-from _report import CLAMPED_BIAS, FROZEN, OURS, Named
+from _report import ALL_OURS, FROZEN, OURS, Named
 from _shapes import DTYPES, SEED, Shape, bound_ms, inputs
 from _timing import Clock, Figures, Method, Run, Timed, caught, measure
 
@@ -54,13 +54,12 @@ def variants(
     of gpt-oss.
     """
     found = []
-    others = [name for name in (FROZEN, CLAMPED_BIAS) if name in only]
-    if pass_name == "forward":
-        others = [name for name in others if name != FROZEN]
-    for name in (OURS, *others, *shape.peers):
-        if only and name not in only:
+    for name in (*ALL_OURS, *shape.peers):
+        if name not in (only or (OURS, *shape.peers)):
             continue
-        ours = name in (OURS, FROZEN, CLAMPED_BIAS)
+        if name == FROZEN and pass_name == "forward":
+            continue
+        ours = name in ALL_OURS
         kept = IMPLEMENTATIONS[name].saves
         kept = [save for save in kept if save in saves] if ours else kept
         for dtype in weights if ours else {"bf16"} & set(weights):

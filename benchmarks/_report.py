@@ -9,6 +9,7 @@ Named = tuple[str, Record]  # with the name of its shape
 OURS = "jax_megamoe"
 FROZEN = "jax_megamoe_frozen"  # with experts that are not trained
 CLAMPED_BIAS = "jax_megamoe_clamped_bias"  # with the activation and the biases of gpt-oss
+ALL_OURS = (OURS, FROZEN, CLAMPED_BIAS)
 COLUMNS = (
     "shape",
     "pass",
@@ -72,7 +73,7 @@ def _same_work(record: Record, records: Sequence[Record]) -> Record | None:
 
 def _how(record: Record) -> str:
     """The implementation, and of ours what is not the default."""
-    ours = record["impl"] in (OURS, FROZEN)
+    ours = record["impl"] in ALL_OURS
     changed = [f"save {record['save']}"] * (ours and record["save"] != "none")
     changed += [f"{record['weights_dtype']} weights"] * (record["weights_dtype"] != "bf16")
     changed += ["bf16 sums"] * (record.get("sums_dtype") == "bf16")
@@ -82,7 +83,7 @@ def _how(record: Record) -> str:
 
 
 def _colour(record: Record) -> str:
-    return "#d1495b" if record["impl"] in (OURS, FROZEN) else "#8d99ae"
+    return "#d1495b" if record["impl"] in ALL_OURS else "#8d99ae"
 
 
 def draw(path: pathlib.Path, named: Sequence[Named], device: str) -> None:

@@ -37,11 +37,11 @@ from _implementations import (
     torch_layer,
     use_peers,
 )
-from _measured import COPY_BYTES, MATMUL_SIZE, Variant, matmul_rate, record
+from _measured import COPY_BYTES, MATMUL_SIZE, Make, Variant, measure_beside, record
 from _record import need_gpu, write
 from _report import OURS, Named, table
 from _shapes import BASE, Shape, inputs
-from _timing import Clock, Figures, Method, Run, Timed, caught, measure
+from _timing import Clock, Figures, Method, Run
 
 from jax_megamoe import mega_moe
 
@@ -131,21 +131,19 @@ def measure_shape(
 ) -> list[Named]:
     """A record for each implementation, all measured in the same rounds."""
     arrays = in_layers(shape)
-    runs: dict[str, Timed] = {"matmul": matmul(matmul_size), "copy": device_copy(copy_bytes)}
-    errors: dict[str, str] = {}
-    for impl in impls:
-        with caught(impl, errors):
-            run = CHAINS[impl](arrays)
-            run.seconds(1)
-            runs[impl] = run
-    figures, late_errors = measure(runs, method, clock)
-    results = figures | errors | late_errors
-    rate = matmul_rate(figures, matmul_size)
-    copy_rate = 2 * copy_bytes / figures["copy"].ms * 1e3
+    copy = Variant("copy")
+    makes: dict[Variant, Make] = {copy: functools.partial(device_copy, copy_bytes)}
+    makes |= {Variant(impl): functools.partial(CHAINS[impl], arrays) for impl in impls}
+    product = matmul(matmul_size)
+    results, rate = measure_beside(shape.name, makes, product, matmul_size, method, clock)
+    copied = results[copy]
+    if isinstance(copied, str):
+        raise RuntimeError(f"the copy failed, and with it the bound: {copied}")
+    copy_rate = 2 * copy_bytes / copied.ms * 1e3
     bound = weight_bytes(shape, arrays[1]) / copy_rate * 1e3
     named = []
-    for impl in impls:
-        found = record(Variant(impl), "forward", shape, a_layer(results[impl]), rate)
+    for impl in map(Variant, impls):
+        found = record(impl, "forward", shape, a_layer(results[impl]), rate)
         found |= {"layers": LAYERS, "bound_ms": round(bound, 4)}
         if "ms" in found:
             found["bound_ratio"] = round(found["ms"] / bound, 3)

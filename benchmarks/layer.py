@@ -46,7 +46,7 @@ from _ranks import (
     run_ranks_against_bound,
 )
 from _record import device, write
-from _report import CLAMPED_BIAS, FROZEN, OURS, Named, draw, table
+from _report import ALL_OURS, CLAMPED_BIAS, FROZEN, OURS, Named, draw, table
 from _shapes import FLOP_FACTORS, RANK_PEERS, SETS, Shape
 from _timing import Clock, Method
 from _workers import Workers
@@ -208,8 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(named))
     if options.png:
         draw(options.png, session.beside_peers or session.against_bound, device())
-    ours = (OURS, FROZEN, CLAMPED_BIAS)
-    return int(any(r["impl"] in ours and "error" in r for _, r in named))
+    return int(any(r["impl"] in ALL_OURS and "error" in r for _, r in named))
 
 
 if __name__ == "__main__":
