@@ -131,7 +131,7 @@ def _program(f: Callable[..., Any], *static: Any, **options: Any) -> Callable[..
 
 def _forward_on(backend: str, *arrays: Array, **options: Any) -> tuple[Array, ...]:
     run = _ffi.forward_call if backend == "cuda" else reference.forward
-    return run(*_float32_biases(arrays, 6), **options)
+    return run(*arrays, **options)
 
 
 def _backward_on(
@@ -141,14 +141,9 @@ def _backward_on(
     gate_up = arrays[-1] if keep_gate_up else None
     arrays = arrays[:-1] if keep_gate_up else arrays
     run = _ffi.backward_call if backend == "cuda" else reference.backward
-    dx, dw, *d_experts = run(*_float32_biases(arrays, 7), gate_up=gate_up, **options)
+    dx, dw, *d_experts = run(*arrays, gate_up=gate_up, **options)
     experts = arrays[4:] if d_experts else ()
     return dx, dw, *(d.astype(a.dtype) for d, a in zip(d_experts, experts, strict=True))
-
-
-def _float32_biases(arrays: Sequence[Array], first: int) -> list[Array]:
-    """The arrays of a pass, of which those from `first` on are biases, if it has any."""
-    return [*arrays[:first], *(a.astype(jnp.float32) for a in arrays[first:])]
 
 
 _pass_p = Primitive("mega_moe_pass")

@@ -80,7 +80,7 @@ def forward(
       expert_idx: int32 [T, K]; an id outside [0, E) is no route.
       expert_weight: [T, K] bf16 or float32.
       experts: w_gate, w_up [E/R, H, I] and w_down [E/R, I, H], bf16 or float32; then, with biases,
-        b_gate, b_up [E/R, I] and b_down [E/R, H], float32.
+        b_gate, b_up [E/R, I] and b_down [E/R, H], bf16 or float32.
 
     Returns:
       y [T, H] in the dtype of x, and the rows of each local expert, int32 [E/R]; with keep_gate_up
@@ -175,8 +175,8 @@ def backward(
 
 def _experts(experts: tuple[Array, ...], config: MegaMoEConfig) -> _Experts:
     """The experts of a call, as products and sums take them."""
-    round_, biases = _rounding(config.precision), experts[3:] or (None,) * 3
-    return _Experts(*(round_(_f32(w)) for w in experts[:3]), *biases)
+    round_, biases = _rounding(config.precision), tuple(map(_f32, experts[3:]))
+    return _Experts(*(round_(_f32(w)) for w in experts[:3]), *(biases or (None,) * 3))
 
 
 def _gate_up(x_rows: Array, of: _Experts, expert: Array) -> tuple[Array, Array]:
