@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from jax_megamoe.config import FP8_GROUP
-from jax_megamoe.validation import check_floats, check_groups, check_weights
+from jax_megamoe.validation import check_array, check_floats, check_groups, check_weights
 
 Array = jax.Array
 ArrayLike = jax.Array | np.ndarray
@@ -109,6 +109,8 @@ def quantize_expert_weights(
       TypeError, ValueError: naming the argument, what it was and what it may be.
     """
     weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    for name, value in weights.items():
+        check_array(name, value)
     check_floats(weights)
     check_weights(w_gate, w_up, w_down)
     check_groups("w_gate", H=w_gate.shape[1], I=w_gate.shape[2])

@@ -361,7 +361,8 @@ def _axis_size(axis_name: str | None) -> int:
 def _check_arrays(*arrays: Any) -> None:
     given = dict(zip(NAMES, arrays, strict=False))
     expert_idx = given["expert_idx"]
-    check_array("expert_idx", expert_idx)
+    for name, value in given.items():
+        check_array(name, value)
     check_floats({name: value for name, value in given.items() if name != "expert_idx"})
     is_numpy = isinstance(expert_idx.dtype, np.dtype)
     if not is_numpy or not np.issubdtype(expert_idx.dtype, np.integer):
@@ -374,9 +375,7 @@ def _check_arrays(*arrays: Any) -> None:
 
 
 def check_floats(given: dict[str, Any]) -> None:
-    """Raises TypeError unless all are floating arrays, weights of one dtype and biases of one."""
-    for name, value in given.items():
-        check_array(name, value)
+    """Raises TypeError unless all arrays are floating, weights of one dtype and biases of one."""
     for name, value in given.items():
         if str(value.dtype) not in FLOAT_DTYPES:
             refuse(TypeError, name, f"of dtype {value.dtype}", f"of dtype {_one_of(FLOAT_DTYPES)}")

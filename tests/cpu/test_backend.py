@@ -93,10 +93,11 @@ def test_elsewhere_it_is_the_reference() -> None:
     ("options", "hidden"),
     [
         ({"precision": "float32"}, H),
+        ({"precision": "fp8_block"}, 128),
         ({"backend": "reference"}, H),
         ({}, 96),
     ],
-    ids=["precision", "reference", "H"],
+    ids=["precision", "fp8", "reference", "H"],
 )
 def test_what_the_kernels_do_not_take_is_the_reference(
     options: dict[str, Any], hidden: int
@@ -269,6 +270,9 @@ HOPPER, OTHER = device("9.0", "NVIDIA H200"), device("10.0", "NVIDIA B200")
         ([HOPPER, HOPPER], ""),
         ([], "H100, H200 and GH200 only; JAX sees no CUDA device"),
         ([HOPPER, OTHER], "H100, H200 and GH200 only; JAX sees a NVIDIA B200 too"),
+        ([device("8.0", "NVIDIA A100")], "JAX sees a NVIDIA A100 (Ampere) too"),
+        ([HOPPER, device("8.6", "NVIDIA A40")], "JAX sees a NVIDIA A40 (Ampere) too"),
+        ([device("8.9", "NVIDIA L40S")], "JAX sees a NVIDIA L40S (Ada) too"),
     ],
 )
 def test_reasons_of_the_machine(
