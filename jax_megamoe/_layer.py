@@ -177,8 +177,8 @@ def _check_x(layer: Layer, x: Array) -> None:
 
 
 def _shared_experts(layer: Layer, values: Mapping[str, Array], x: Array) -> Array:
-    """float32 [..., H]: a dense gated MLP of every token, its activation, and bf16 or float32, as
-    the config says; bf16 with "fp8_block" too.
+    """float32 [..., H]: a dense gated MLP of every token, its activation as the config says, in
+    float32 with precision "float32" and else in bf16.
 
     With `shared_gate` times sigmoid(x shared_router), as Qwen2-MoE does.
     """
