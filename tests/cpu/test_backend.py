@@ -41,9 +41,10 @@ REMAT_POLICIES = {
 }
 
 
-def batch(*, hidden: int = H, dtype: np.dtype = F32) -> Batch:
+def batch(*, hidden: int = H, intermediate: int = I, dtype: np.dtype = F32) -> Batch:
     ids = ROUTINGS["distinct"](tokens=T, choices=K, experts=E)
-    return cases.normal(ids, num_experts=E, hidden=hidden, intermediate=I, dtype=dtype)
+    widths = {"hidden": hidden, "intermediate": intermediate}
+    return cases.normal(ids, num_experts=E, **widths, dtype=dtype)
 
 
 @pytest.fixture
@@ -90,21 +91,23 @@ def test_elsewhere_it_is_the_reference() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    ("options", "hidden"),
+    ("options", "widths"),
     [
-        ({"precision": "float32"}, H),
-        ({"precision": "fp8_block"}, 128),
-        ({"backend": "reference"}, H),
-        ({}, 96),
+        ({"precision": "float32"}, (H, I)),
+        ({"precision": "fp8_block"}, (128, 128)),
+        ({"backend": "reference"}, (H, I)),
+        ({}, (96, I)),
     ],
     ids=["precision", "fp8", "reference", "H"],
 )
 def test_what_the_kernels_do_not_take_is_the_reference(
-    options: dict[str, Any], hidden: int
+    options: dict[str, Any], widths: tuple[int, int]
 ) -> None:
     config = MegaMoEConfig(**options)
-    assert reason_for_reference(config, H=hidden, I=I) != ""
-    assert "jax_megamoe" not in lower_for_cuda(program(**options), *batch(hidden=hidden))
+    hidden, intermediate = widths
+    arrays = batch(hidden=hidden, intermediate=intermediate)
+    assert reason_for_reference(config, H=hidden, I=intermediate) != ""
+    assert "jax_megamoe" not in lower_for_cuda(program(**options), *arrays)
 
 
 @pytest.mark.usefixtures("on_hopper")
