@@ -43,7 +43,7 @@ REMAT_POLICIES = {
 
 def batch(*, hidden: int = H, intermediate: int = I, dtype: np.dtype = F32) -> Batch:
     ids = ROUTINGS["distinct"](tokens=T, choices=K, experts=E)
-    widths = {"hidden": hidden, "intermediate": intermediate}
+    widths: dict[str, Any] = {"hidden": hidden, "intermediate": intermediate}
     return cases.normal(ids, num_experts=E, **widths, dtype=dtype)
 
 
