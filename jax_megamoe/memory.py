@@ -15,6 +15,7 @@ import numpy as np
 
 from jax_megamoe.config import (
     COMBINE_DTYPES,
+    FP8_GROUP,
     INT32_MAX,
     KERNEL_MULTIPLE,
     POOL_FACTOR,
@@ -46,7 +47,11 @@ TRAFFIC_RECORDS = 3
 # No Hopper has as many.
 MAX_MULTIPROCESSORS = 256
 
+# Rows of FP8 codes take whole lines, as in cuda/shared/fp8.h.
+LINE_BYTES = 128
+
 _BF16, _F32, _I32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float32, jnp.int32))
+_E4M3, _U8 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.uint8)
 
 
 class ArraySize(NamedTuple):
@@ -162,13 +167,15 @@ def _memory_plan(
     return memory
 
 
-def forward_operands(dims: Dims, expert_bias: bool = False) -> list[ArraySize]:
+def forward_operands(
+    dims: Dims, expert_bias: bool = False, precision: str = "bf16"
+) -> list[ArraySize]:
     """The operands of the forward custom call, in their order."""
     return [
         ArraySize("x", (dims.T, dims.H), _BF16),
         ArraySize("expert_idx", (dims.T, dims.K), _I32),
         ArraySize("expert_weight", (dims.T, dims.K), _F32),
-        *_weights(dims),
+        *(_quantized_weights(dims) if precision == "fp8_block" else _weights(dims)),
         *(_biases(dims) if expert_bias else []),
     ]
 
@@ -182,6 +189,23 @@ def _weights(dims: Dims) -> list[ArraySize]:
     ]
 
 
+def _quantized_weights(dims: Dims) -> list[ArraySize]:
+    """Codes of each expert's matrices in the order of the forward, and their scales."""
+    arrays = []
+    for name, (experts, rows, columns), _ in _weights(dims):
+        scales = (experts, rows // FP8_GROUP, columns // FP8_GROUP)
+        arrays += [
+            ArraySize(f"{name} transposed", (experts, columns, rows), _E4M3),
+            ArraySize(f"{name} scales", scales, _F32),
+        ]
+    return arrays
+
+
+def code_row_bytes(columns: int) -> int:
+    """Of a row of FP8 codes with the scales behind them, as CodeRowBytes of cuda/shared/fp8.h."""
+    return columns + _up_to(LINE_BYTES, columns // FP8_GROUP * _F32.itemsize)
+
+
 def _biases(dims: Dims) -> list[ArraySize]:
     experts = dims.experts_per_rank
     return [
@@ -191,7 +215,9 @@ def _biases(dims: Dims) -> list[ArraySize]:
     ]
 
 
-def forward_results(dims: Dims, keep_gate_up: bool = False) -> list[ArraySize]:
+def forward_results(
+    dims: Dims, keep_gate_up: bool = False, precision: str = "bf16"
+) -> list[ArraySize]:
     """The results of the forward custom call, in their order.
 
     All but y, counts and, with keep_gate_up, the last one are workspace.
@@ -203,10 +229,24 @@ def forward_results(dims: Dims, keep_gate_up: bool = False) -> list[ArraySize]:
     return [
         ArraySize("y", (dims.T, dims.H), _BF16),
         *plan_results(dims, steps),
-        ArraySize("pool", (rows, dims.H), _BF16),
-        ArraySize("h", (rows, dims.I), _BF16),
+        *_forward_pools(dims, precision),
         ArraySize("counters", (_num_counters(rows),), _I32),
         *([gate_up_array(dims)] if keep_gate_up else []),
+    ]
+
+
+def _forward_pools(dims: Dims, precision: str) -> list[ArraySize]:
+    rows = dims.pool_rows
+    if precision != "fp8_block":
+        return [
+            ArraySize("pool", (rows, dims.H), _BF16),
+            ArraySize("h", (rows, dims.I), _BF16),
+        ]
+    return [
+        ArraySize("x_codes", (dims.T, code_row_bytes(dims.H)), _U8),
+        ArraySize("x_pool", (rows, code_row_bytes(dims.H)), _U8),
+        ArraySize("h", (rows, code_row_bytes(dims.I)), _U8),
+        ArraySize("o", (rows, dims.H), _BF16),
     ]
 
 
@@ -326,7 +366,9 @@ def _num_counters(pool_rows: int) -> int:
     return 4 * 32 + 3 * (pool_rows // TILE_ROWS)
 
 
-def check_fits(dims: Dims, keep_gate_up: bool = False, expert_bias: bool = False) -> None:
+def check_fits(
+    dims: Dims, keep_gate_up: bool = False, expert_bias: bool = False, precision: str = "bf16"
+) -> None:
     """Refuses a forward that no CUDA device of this process can hold, however empty it is.
 
     Only what is certain is refused: the call's own arrays against all that JAX may ever take from
@@ -337,9 +379,11 @@ def check_fits(dims: Dims, keep_gate_up: bool = False, expert_bias: bool = False
       MemoryError: with the bytes needed, the bytes JAX has and has free, and how to give it more.
       ValueError: as `memory_plan`.
     """
-    workspace_bytes = _memory_plan(dims, keep_gate_up, expert_bias=expert_bias).workspace_bytes
-    arrays = forward_operands(dims, expert_bias) + forward_results(dims, keep_gate_up)
-    _check_device("forward", dims, arrays, workspace_bytes)
+    _, *workspace = forward_results(dims, precision=precision)
+    operands = forward_operands(dims, expert_bias, precision)
+    arrays = operands + forward_results(dims, keep_gate_up, precision)
+    _check_countable("forward", dims, arrays)
+    _check_device("forward", dims, arrays, _sum_bytes(workspace))
 
 
 def check_backward_fits(

@@ -26,7 +26,12 @@ import pytest
 from jax_megamoe import _ffi
 from jax_megamoe.activation import gated_unit
 from jax_megamoe.config import POOL_FACTOR, ClampedSwiGLU, Dims
-from jax_megamoe.memory import gate_up_array, peer_array_bytes, trace_result
+from jax_megamoe.memory import (
+    code_row_bytes,
+    gate_up_array,
+    peer_array_bytes,
+    trace_result,
+)
 from jax_megamoe.plan import (
     MAX_STEPS,
     Plan,
@@ -36,6 +41,7 @@ from jax_megamoe.plan import (
     make_plan,
     plan_shapes,
 )
+from jax_megamoe.quantization import QuantizedExperts
 from tests.cases import BF16, F32, Batch
 from tests.gated import Biases
 
@@ -47,7 +53,7 @@ ONE_GPU = ROOT / "build" / "one_gpu"
 BUILT = ROOT / "build" / "emulator"
 # By program, what it needs of cuda/host.
 HOST_SOURCES = {
-    "main": ("backward", "forward", "layer", "peer_arrays", "tensor_map"),
+    "main": ("backward", "forward", "forward_fp8", "layer", "peer_arrays", "tensor_map"),
     "peers": (
         *("exchange", "fault", "nccl", "peer_processes", "peer_records", "peers"),
         *("process", "process_watch"),
@@ -93,7 +99,9 @@ def program(name: str) -> Path:
         pytest.skip(reason)
     emulator = ROOT / "tests" / "emulator"
     sources = [emulator / f"{name}.cc", emulator / "machine.cc"]
-    sources += [emulator / "general.cc", RANKS / "calls.cc"] if name == "main" else []
+    sources += (
+        [emulator / "general.cc", emulator / "fp8.cc", RANKS / "calls.cc"] if name == "main" else []
+    )
     sources += [ROOT / "cuda" / "host" / f"{source}.cc" for source in HOST_SOURCES[name]]
     includes = [f"-I{emulator}", f"-I{RANKS}", f"-I{ROOT / 'cuda'}", f"-isystem{headers}"]
     command = [compiler, "-std=c++20", "-O2", "-DMEGAMOE_FAULTS", *includes]
@@ -161,7 +169,7 @@ def _split(raw: bytes, results: list[tuple[tuple[int, ...], np.dtype]]) -> list[
     return found
 
 
-U32 = np.dtype(np.uint32)
+U32, U8 = np.dtype(np.uint32), np.dtype(np.uint8)
 # Words that the plan clears on the side.
 NUM_CLEARED = 1000
 # What memory holds before.
@@ -236,6 +244,9 @@ class Call:
       activation: as of `MegaMoEConfig`. biases: of all experts, or None.
       keep: the kernels of save="gate_up". kept: what a backward takes of its forward.
       launches: as for the custom calls; None: fused. trace: likewise.
+      quantized: of a forward with precision="fp8_block", the weights as `quantize_expert_weights`
+        gives them; the second result is then x as it was quantised, in the rows of
+        cuda/shared/fp8.h.
     """
 
     batch: Batch
@@ -248,6 +259,7 @@ class Call:
     trace: bool = False
     activation: str | ClampedSwiGLU = "swiglu"
     biases: Biases | None = None
+    quantized: QuantizedExperts | None = None
 
     def steps(self, dims: Dims) -> tuple[Step, ...]:
         if self.is_backward:
@@ -257,6 +269,8 @@ class Call:
     def results(self, dims: Dims) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Of one rank, in their order."""
         results = [((dims.T, dims.H), BF16)]
+        if self.quantized is not None:
+            results.append(((dims.T, code_row_bytes(dims.H)), U8))
         if self.is_backward:
             results.append(((dims.T, dims.K), F32))
         if self.is_backward and self.trainable:
@@ -279,7 +293,7 @@ class Call:
         numbers = [self.is_backward, len(steps), self.float_gradients or dims.max_passes > 1]
         numbers += [keeps, len(launches), trace, self.biases is not None]
         unit = np.array(gated_unit(self.activation), F32)
-        numbers += [*unit.view(np.int32).tolist(), 0]
+        numbers += [*unit.view(np.int32).tolist(), self.quantized is not None]
         for of_steps in zip(*((s.tiles_m or 0, s.tiles_n, s.lag) for s in steps), strict=True):
             numbers += [*of_steps, *[0] * (MAX_STEPS - len(steps))]
         parts = [*launches, *[0] * (8 - len(launches))]
@@ -289,6 +303,8 @@ class Call:
         """Of all ranks, in their order."""
         b = self.batch
         operands = [b.expert_idx.astype(np.int32), b.expert_weight.astype(F32), b.x.astype(BF16)]
+        if self.quantized is not None:
+            return operands + [a for m in self.quantized for a in (m.transposed, m.scales)]
         operands += [a.astype(BF16) for a in (b.w_gate, b.w_up, b.w_down)]
         operands += [b.dy.astype(BF16)] if self.is_backward else []
         operands += [bias.astype(F32) for bias in self.biases or ()]
@@ -322,6 +338,20 @@ def forward_keeping(
     call = Call(batch, keep=True, launches=launches, activation=activation, biases=biases)
     ((y, gate_up),) = run([call], ranks=ranks, **options)
     return y, gate_up
+
+
+def forward_fp8(
+    batch: Batch,
+    quantized: QuantizedExperts,
+    *,
+    keep: bool = False,
+    launches: tuple[int, ...] | None = None,
+    trace: bool = False,
+    **options: Any,
+) -> list[np.ndarray]:
+    """y, the quantised x and, with `keep`, what save="gate_up" keeps; options as for `run`."""
+    call = Call(batch, keep=keep, launches=launches, trace=trace, quantized=quantized)
+    return run([call], ranks=1, **options)[0]
 
 
 def backward(

@@ -10,8 +10,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_megamoe import QuantizedExperts, mega_moe, quantize_expert_weights
+from jax_megamoe.quantization import QuantizedMatrix
 from tests import layer
 from tests.cases import ROUNDINGS, Batch, Operand, Results
+from tests.gated import swiglu
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 GROUP = 128
@@ -22,6 +24,8 @@ LEAST_NORMAL = 2.0**-126
 # holds.
 FP8_ROUNDINGS = tuple(name for name in ROUNDINGS if name != "h")
 OPERANDS = ("x", "h", "dy", "dg", "du", "w_gate", "w_up", "w_down")
+# Those that a call is given, as a batch has them.
+INPUTS = ("x", "w_gate", "w_up", "w_down")
 
 
 def quantized(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -52,6 +56,16 @@ def quantized_blocks(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, scales
 
 
+def quantized_experts(*weights: np.ndarray) -> QuantizedExperts:
+    """As `quantize_expert_weights`, of w_gate, w_up and w_down."""
+    matrices = []
+    for w in weights:
+        of_experts: Any = zip(*map(quantized_blocks, w), strict=True)
+        arrays: Any = [*map(np.stack, of_experts)]
+        matrices.append(QuantizedMatrix(arrays[0], arrays[0].swapaxes(1, 2), arrays[1]))
+    return QuantizedExperts(*matrices)
+
+
 def rounded_rows(a: np.ndarray) -> np.ndarray:
     """float64: what the codes of rows stand for."""
     codes, scales = quantized_rows(a)
@@ -63,6 +77,14 @@ def rounded_blocks(a: np.ndarray) -> np.ndarray:
     codes, scales = quantized_blocks(a)
     of_codes = scales.astype(np.float64).repeat(GROUP, axis=0).repeat(GROUP, axis=1)
     return codes.astype(np.float64) * of_codes
+
+
+def swiglu_of_kernels(g: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`gated.swiglu` with h as the forward kernels compute it, cuda/ptx/activation.cuh."""
+    t = np.exp(-np.abs(g))
+    reciprocal = np.polyval([0.1604386, -0.5514736, 0.8800154, -0.9888031, 1.0], t)
+    _, slope_g, slope_u = swiglu(g, u)
+    return np.where(g < 0, g * t, g) * reciprocal * u, slope_g, slope_u
 
 
 def operand(names: Collection[str] = OPERANDS) -> Operand:

@@ -17,10 +17,7 @@ class TraceScope {
   }
   __device__ __forceinline__ ~TraceScope() {
     if (buffer_.records == nullptr || !recorder_) return;
-    const uint32_t i = atomicAdd(&buffer_.records[0].start_ns, 1u);
-    if (i < buffer_.capacity) {
-      buffer_.records[1 + i] = {start_ns_, Now(), ptx::MultiprocessorIndex(), kind_};
-    }
+    Record(buffer_, kind_, start_ns_);
   }
   // is_of_peer(): see kTraceOfPeer; asked only where there is a trace.
   template <typename Question>
@@ -30,11 +27,19 @@ class TraceScope {
   TraceScope(const TraceScope&) = delete;
   TraceScope& operator=(const TraceScope&) = delete;
 
- private:
+  // What a scope does, for who keeps the time of its start elsewhere.
   static __device__ __forceinline__ uint32_t Now() {
     return static_cast<uint32_t>(ptx::GlobalTimerNs());
   }
+  static __device__ __forceinline__ void Record(const TraceBuffer& buffer, uint32_t kind,
+                                                uint32_t start_ns) {
+    const uint32_t i = atomicAdd(&buffer.records[0].start_ns, 1u);
+    if (i < buffer.capacity) {
+      buffer.records[1 + i] = {start_ns, Now(), ptx::MultiprocessorIndex(), kind};
+    }
+  }
 
+ private:
   const TraceBuffer& buffer_;
   uint32_t kind_;
   const bool recorder_;

@@ -23,6 +23,17 @@ CudaStatus FindEncode(EncodeTiled* encode) {
                           : CudaStatus{cudaErrorNotSupported, "cuTensorMapEncodeTiled"};
 }
 
+CUtensorMapDataType Type(Element element) {
+  switch (element) {
+    case Element::kF32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case Element::kByte:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  }
+}
+
 template <int kRank>
 CudaStatus Encode(const Matrix& m, const cuuint64_t (&dims)[kRank],
                   const cuuint64_t (&strides_bytes)[kRank - 1], const cuuint32_t (&box)[kRank],
@@ -30,10 +41,8 @@ CudaStatus Encode(const Matrix& m, const cuuint64_t (&dims)[kRank],
   EncodeTiled encode = nullptr;
   if (CudaStatus status = FindEncode(&encode); !status.ok()) return status;
   const cuuint32_t steps[] = {1, 1, 1};
-  const CUtensorMapDataType type = m.element == Element::kF32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                                              : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result =
-      encode(map, type, kRank, m.data, dims, strides_bytes, box, steps,
+      encode(map, Type(m.element), kRank, m.data, dims, strides_bytes, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? CudaStatus{}
@@ -42,8 +51,12 @@ CudaStatus Encode(const Matrix& m, const cuuint64_t (&dims)[kRank],
 
 constexpr cuuint64_t kBoxRowBytes = 128;
 
-cuuint64_t ElementBytes(const Matrix& m) { return m.element == Element::kF32 ? 4 : 2; }
-cuuint64_t RowBytes(const Matrix& m) { return m.columns * ElementBytes(m); }
+cuuint64_t ElementBytes(const Matrix& m) {
+  return m.element == Element::kF32 ? 4 : m.element == Element::kByte ? 1 : 2;
+}
+cuuint64_t RowBytes(const Matrix& m) {
+  return m.row_bytes != 0 ? m.row_bytes : m.columns * ElementBytes(m);
+}
 cuuint32_t BoxColumns(const Matrix& m) {
   return static_cast<cuuint32_t>(kBoxRowBytes / ElementBytes(m));
 }

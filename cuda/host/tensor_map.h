@@ -9,13 +9,14 @@
 
 namespace megamoe {
 
-enum class Element { kBf16, kF32 };
+enum class Element { kBf16, kF32, kByte };
 
 struct Matrix {
   void* data;
   int64_t rows;
-  int64_t columns;  // a multiple of 64
+  int64_t columns;  // a multiple of 128 bytes
   Element element = Element::kBf16;
+  int64_t row_bytes = 0;  // from one row to the next; 0: as many as the columns have
 };
 
 // Boxes of `box_rows` rows x 128 bytes; coordinates (column, row).

@@ -31,6 +31,8 @@ struct BackwardSteps : TokenSums<kWithPeers, BackwardParams> {
   static constexpr int kMultiplyRegisters = 192;
   // Accumulators that stayed in place would take the registers in which one step finishes.
   static constexpr bool kKeepsAccumulators = false;
+  // As in the forward.
+  static constexpr bool kFewRegisters = false;
 
   // Calls f.template operator()<Step>() for the step with the given number.
   template <typename F>

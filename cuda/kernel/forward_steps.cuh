@@ -231,6 +231,8 @@ struct ForwardSteps : TokenSums<kWithPeers, ForwardParams> {
   static constexpr int kMultiplyRegisters = 192;
   // Accumulators that stay in place from item to item need no instructions that clear them.
   static constexpr bool kKeepsAccumulators = true;
+  // Whether what is the same for a warp is computed again rather than kept in registers.
+  static constexpr bool kFewRegisters = false;
 
   // Calls f.template operator()<Step>() for the step with the given number.
   template <typename F>

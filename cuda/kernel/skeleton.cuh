@@ -94,6 +94,7 @@ struct Skeleton {
   // The products of one warpgroup, then a share of the sums that are left.
   static __device__ __forceinline__ void MultiplyThenHelp(SharedMemory& shared, const Params& p,
                                                           int consumer) {
+    if constexpr (Steps::kFewRegisters) consumer = threadIdx.x / kGroupThreads - 1;
     if (p.parts & Steps::kProductParts) MultiplyRole<Steps>(shared, p, consumer).Run();
     if (p.parts & kCombine) {
       // The stages become batches: no product may read them any more. Nor does the peer copy into

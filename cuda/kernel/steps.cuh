@@ -63,16 +63,12 @@ __device__ __forceinline__ void PutRounded(const Staging& staging, const float (
   staging.Put(chunk, c, packed);
 }
 
-// The first of the two rows, 8 apart, of which a product leaves a thread its sums: of the
-// consumer's.
-__device__ __forceinline__ int ThreadRow() {
-  return threadIdx.x % kGroupThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
-}
-
 // What a step does not do unless it says so.
 struct PlainStep {
   // Puts its whole result by Finish, not sixteen columns at a time by PutColumns.
   static constexpr bool kHasFinish = false;
+  // Multiplies FP8 codes.
+  static constexpr bool kIsOfCodes = false;
   // Stores g and u for its own finish.
   static constexpr bool kMakesGateUp = false;
   // What Begin returns also reads each stage of the result's product, by ReadStage, and ends by

@@ -10,14 +10,25 @@
 
 namespace megamoe {
 
+// How the dispatch finds rows, in columns of so many bytes: how many are copied, and how many lie
+// from one row to the next.
+struct Bf16Rows {
+  static constexpr int kColumnBytes = 2;
+  static __device__ __forceinline__ int Columns(const LayerParams& p) { return p.H; }
+  static __device__ __forceinline__ int Stride(const LayerParams& p) { return p.H; }
+};
+
 // Tokens are counted over all ranks, [R, T].
 template <bool kWithPeers, typename Params>
 struct TokenSums {
   static constexpr bool kHasPeers = kWithPeers;
+  using DispatchedRows = Bf16Rows;
   // What a lane stores side by side: 16 bytes of bf16 for their owner. Peers get as many of
   // float32, or 8 bytes of bf16: either way a warp fills whole lines, and NVLink carries no part of
   // one.
   static constexpr int kSumColumns = kWithPeers ? 4 : kVector;
+  // What a lane sums at once: as many as its registers hold.
+  static constexpr int kLaneColumns = 16;
 
   // The row of a token in an array [T, H] of its rank.
   static __device__ __forceinline__ const uint4* RowOf(const Params& p, const uint4* own,

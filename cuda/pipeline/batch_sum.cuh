@@ -13,18 +13,15 @@
 
 namespace megamoe {
 
-// A lane sums so many columns at a time, those of a batch in turns of the warp.
-constexpr int kLaneColumns = 16;
-constexpr int kTurnColumns = kWarpThreads * kLaneColumns;
-
 // Batch::Route::next: the level of the tree at which the next row joins this one, 0 in the same
 // block; or that there is none.
 enum NextRow : uint32_t { kNoRow = kTreeLevels + 1, kNoRowAddZero };
 
 // Of vectors of kColumns columns, side by side within a warp: what one of its instructions loads or
-// stores lies together.
-template <int kColumns>
+// stores lies together. A lane sums kLaneColumns at a time, those of a batch in turns of the warp.
+template <int kColumns, int kLaneColumns>
 struct BatchSum {
+  static constexpr int kTurnColumns = kWarpThreads * kLaneColumns;
   static constexpr int kVectors = kLaneColumns / kColumns;
   static constexpr int kStride = kWarpThreads * kColumns;  // from one vector to the next
   struct Words {

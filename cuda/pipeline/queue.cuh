@@ -73,7 +73,7 @@ __device__ __forceinline__ TileItem ReadItem(SharedMemory& shared, uint32_t slot
 }
 
 // Walks the items of the pair until the last one. Each warp of the multiply and store roles has its
-// own walk; `f` gets the block's part of the item.
+// own walk; `f` gets the block's part of the item, and the walk's position in the ring.
 template <typename F>
 __device__ __forceinline__ void ForEachItem(SharedMemory& shared, F f) {
   RingPosition<kItemSlots> slot;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void ForEachItem(SharedMemory& shared, F f) {
     const TileItem item = ReadItem(shared, slot.index());
     slot.Advance();
     if (item.step == kNoMoreItems) return;
-    f(item);
+    f(item, slot);
   }
 }
 

@@ -35,6 +35,7 @@ constexpr int kConsumerRows = kTileRows / kNumConsumers;
 
 constexpr int kNumStages = 3;
 constexpr int kBlockK = 64;
+constexpr int kBlockCodesK = 128;  // of FP8, as many bytes
 constexpr int kTileColumns = 256;
 constexpr int kItemSlots = 4;
 constexpr int kStagingBuffers = 3;  // of each consumer
@@ -73,8 +74,7 @@ struct alignas(16) Batch {
 static_assert(kConsumerWarps * kHelperBatches * sizeof(Batch) <= kNumStages * kStageBytes);
 
 // Rows of x (or dy) on their way to the pool, in the same buffers, before the sums.
-constexpr int kPieceColumns = 2048;
-constexpr uint32_t kPieceBytes = kPieceColumns * 2;
+constexpr uint32_t kPieceBytes = 4096;
 constexpr uint32_t kNumPieces = 4;
 constexpr uint32_t kPieceEnds = 16;
 struct PieceEnd {
@@ -134,6 +134,13 @@ class RingPosition {
  public:
   __device__ __forceinline__ uint32_t index() const { return state_ / 2; }
   __device__ __forceinline__ uint32_t parity() const { return state_ % 2; }
+  // That before it.
+  __device__ __forceinline__ uint32_t last() const {
+    return index() == 0 ? kSize - 1 : index() - 1;
+  }
+  // For who keeps it elsewhere meanwhile.
+  __device__ __forceinline__ uint32_t state() const { return state_; }
+  __device__ __forceinline__ void set_state(uint32_t state) { state_ = state; }
   __device__ __forceinline__ void Advance() {
     state_ += 2;
     if (state_ >= 2 * kSize) state_ = state_ % 2 ^ 1;
@@ -142,6 +149,15 @@ class RingPosition {
  private:
   uint32_t state_ = 0;
 };
+
+// The first of the two rows, 8 apart, of which a product leaves a thread its sums: of the
+// consumer's, and of the tile's.
+__device__ __forceinline__ int ThreadRow() {
+  return threadIdx.x % kGroupThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
+}
+__device__ __forceinline__ int ThreadRowOfTile() {
+  return (threadIdx.x - kGroupThreads) / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
+}
 
 // An address in shared memory, of element i of an array of barriers or buffers.
 template <typename T>

@@ -15,6 +15,10 @@ class Staging {
   __device__ __forceinline__ Staging(SharedMemory& shared, int consumer)
       : shared_(shared), consumer_(consumer) {}
 
+  // What lasts from item to item, for who keeps it elsewhere meanwhile.
+  __device__ __forceinline__ uint32_t turns() const { return turns_; }
+  __device__ __forceinline__ void set_turns(uint32_t turns) { turns_ = turns; }
+
   // Waits until the buffer of the chunk has been stored; the chunks of an item come in order, and a
   // buffer is closed before the next is opened: the store warp frees one when it gets the next.
   __device__ __forceinline__ void Open(int chunk) {
@@ -42,6 +46,17 @@ class Staging {
     const uint32_t at = RowAddress(chunk, row) + ((c * 32 + lane % 4 * 8) ^ (row % 8 * 16));
     ptx::StoreShared(at, d0, d1);
     ptx::StoreShared(at + 8 * kRowBytes, d2, d3);
+  }
+
+  // 8 columns of codes from column 8 j of the chunk on: two codes in the thread's first row, and
+  // two eight rows below.
+  __device__ __forceinline__ void PutCodes(int chunk, int j, uint16_t first,
+                                           uint16_t second) const {
+    const uint32_t lane = threadIdx.x % kWarpThreads;
+    const uint32_t row = WarpRow() + lane / 4;
+    const uint32_t at = RowAddress(chunk, row) + ((j * 8 + lane % 4 * 2) ^ (row % 8 * 16));
+    ptx::StoreShared(at, first);
+    ptx::StoreShared(at + 8 * kRowBytes, second);
   }
 
   // Hands the buffer to the store warp.

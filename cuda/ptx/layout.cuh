@@ -9,7 +9,7 @@ namespace megamoe::ptx {
 // hold 64 k of a row, MN-major atoms 64 rows (or columns) of a k.
 enum class Major : int { kK = 0, kMN = 1 };
 
-// A chunk is what one TMA box of 64 x 64 bf16 fills.
+// A chunk is what one TMA box of 64 x 64 bf16, or 64 x 128 bytes, fills.
 constexpr uint32_t kChunkBytes = 64 * 64 * 2;
 
 // Descriptor of an operand tile at `address`, in steps of 16 bytes. K-major: chunks follow each
@@ -24,5 +24,7 @@ __device__ __forceinline__ uint64_t TileDescriptor(uint32_t address) {
 // Descriptor distance of 16 k.
 template <Major kMajor>
 constexpr uint64_t kDescriptor16K = (kMajor == Major::kK ? 32 : 2048) >> 4;
+// The same of 32 k of one byte, which are K-major.
+constexpr uint64_t kDescriptor32Codes = 32 >> 4;
 
 }  // namespace megamoe::ptx

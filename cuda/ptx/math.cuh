@@ -17,6 +17,20 @@ __device__ __forceinline__ float HighBf16(uint32_t packed) {
   return __uint_as_float(packed & 0xffff0000u);
 }
 
+// Two e4m3fn codes, rounded to nearest even; the first value in the low byte. What is beyond 448
+// becomes 448, NaN a NaN.
+__device__ __forceinline__ uint16_t PackE4m3(float low, float high) {
+  uint16_t packed;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+// With zeros of their sign for factors and products below the normal numbers.
+__device__ __forceinline__ float MultiplyFlushed(float x, float y) {
+  float product;
+  asm("mul.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(x), "f"(y));
+  return product;
+}
+
 // NaN if either is.
 __device__ __forceinline__ float MinOrNan(float x, float y) {
   float least;

@@ -58,7 +58,7 @@ class CombineRole {
   // A release of system scope takes a round trip over NVLink; one does for so many tokens.
   static constexpr int kMaxSummed = 4;
 
-  using Sum = BatchSum<Steps::kSumColumns>;
+  using Sum = BatchSum<Steps::kSumColumns, Steps::kLaneColumns>;
 
   // ---- tokens: claim -> place in the order -> routes, each a memory latency ahead of its use ----
 
@@ -229,7 +229,7 @@ class CombineRole {
         auto* const to = reinterpret_cast<float4*>(shape.to);
         Store(shape, first, to, [&](int i) { return sum.Floats(i); });
       }
-      first += kTurnColumns;
+      first += Sum::kTurnColumns;
     } while (first < shape.columns);
     // The batch is free for the next copy: every lane has read it.
     __syncwarp();

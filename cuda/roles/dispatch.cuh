@@ -30,6 +30,7 @@ namespace megamoe {
 template <typename Steps>
 class DispatchRole {
   using Params = typename Steps::Params;
+  using Format = typename Steps::DispatchedRows;
 
  public:
   __device__ DispatchRole(SharedMemory& shared, const Params& params, int comm_warp)
@@ -64,6 +65,8 @@ class DispatchRole {
 
  private:
   static constexpr int kRows = 8;  // of a claim, in one tile
+  static constexpr int kPieceColumns = kPieceBytes / Format::kColumnBytes;
+  static constexpr int kVectorColumns = sizeof(uint4) / Format::kColumnBytes;
   static_assert(kTileRows % kRows == 0);
 
   // A claim, and in lane i the slot of its row i.
@@ -93,7 +96,10 @@ class DispatchRole {
     const Params& p;
     __device__ __forceinline__ void operator()(const PieceEnd& end, uint32_t piece) const {
       const int row = RowOf(p, end.of / 2);
-      if (row >= 0) ptx::BulkStore(end.to + int64_t{row} * p.H / kVector, piece, end.bytes);
+      if (row >= 0) {
+        ptx::BulkStore(end.to + int64_t{row} * Format::Stride(p) / kVectorColumns, piece,
+                       end.bytes);
+      }
     }
   };
   struct PublishPiece {
@@ -165,13 +171,16 @@ class DispatchRole {
       const bool of_choices = HasFault(SeededFault::kDyOfChoices) && i > 0;
       const uint4* from = Steps::DispatchFrom(p_, i, of_choices ? slot % p_.dims.T : token);
       uint4* const pool = Steps::DispatchTo(p_, i);
-      if (lane_ == 0) Steps::template Count<&PeerTraffic::inputs_read>(p_, token, p_.H * 2);
-      for (int column = 0; column < p_.H; column += kPieceColumns) {
-        const int columns = min(kPieceColumns, p_.H - column);
-        const bool is_last = i + 1 == Steps::kDispatched && column + columns == p_.H;
-        ring_.Load(
-            from + column / kVector, columns * 2,
-            {pool + column / kVector, static_cast<uint32_t>(columns * 2), 2 * token + is_last});
+      const auto bytes = [](int columns) { return columns * Format::kColumnBytes; };
+      if (lane_ == 0) {
+        Steps::template Count<&PeerTraffic::inputs_read>(p_, token, bytes(Format::Columns(p_)));
+      }
+      for (int column = 0; column < Format::Columns(p_); column += kPieceColumns) {
+        const int columns = min(kPieceColumns, Format::Columns(p_) - column);
+        const bool is_last = i + 1 == Steps::kDispatched && column + columns == Format::Columns(p_);
+        ring_.Load(from + column / kVectorColumns, bytes(columns),
+                   {pool + column / kVectorColumns, static_cast<uint32_t>(bytes(columns)),
+                    2 * token + is_last});
       }
     }
   }
@@ -204,10 +213,11 @@ class DispatchRole {
   }
 
   __device__ __forceinline__ void ZeroRow(int row) const {
-    const uint32_t row_bytes = p_.H * 2;
+    const uint32_t row_bytes = Format::Columns(p_) * Format::kColumnBytes;
 #pragma unroll
     for (int i = 0; i < Steps::kDispatched; ++i) {
-      uint4* const to = Steps::DispatchTo(p_, i) + int64_t{row} * p_.H / kVector;
+      uint4* const to =
+          Steps::DispatchTo(p_, i) + int64_t{row} * Format::Stride(p_) / kVectorColumns;
       for (uint32_t at = 0; at < row_bytes; at += kZeroBytes) {
         ptx::BulkStore(to + at / sizeof(uint4), zeros(), min(kZeroBytes, row_bytes - at));
       }

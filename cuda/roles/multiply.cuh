@@ -8,6 +8,7 @@
 #pragma once
 
 #include "comm/trace.cuh"
+#include "pipeline/code_products.cuh"
 #include "pipeline/delay.cuh"
 #include "pipeline/mutation.cuh"
 #include "pipeline/products.cuh"
@@ -29,11 +30,15 @@ class MultiplyRole {
 
   __device__ void Run() {
     if constexpr (Steps::kKeepsAccumulators) Clear(acc_);
-    ForEachItem(shared_, [&](const TileItem& item) {
+    ForEachItem(shared_, [&](const TileItem& item, auto& slot) {
       Steps::With(item.step, [&]<typename Step>() {
+        Delay(DelaySite::kMultiply, item.row * 64 + item.n);
+        if constexpr (Step::kIsOfCodes) {
+          DoCodes<Step>(item, slot);
+          return;
+        }
         const bool is_recorder = consumer_ == 0 && item.num_consumers > 0 && IsThread0();
         const TraceScope trace(p_.trace, Step::kPart, is_recorder);
-        Delay(DelaySite::kMultiply, item.row * 64 + item.n);
         if (consumer_ >= item.num_consumers) {
           if constexpr (Step::kMakesGateUp) SayMade();
           Skip<Step>(item);
@@ -104,6 +109,11 @@ class MultiplyRole {
   __device__ __forceinline__ void MultiplyAndPut(ProductList<Product>, float (&acc)[128],
                                                  const TileItem& item) {
     const auto begun = MultiplyBeside<Step, Product>(acc, item);
+    Put<Step>(acc, item, begun);
+  }
+
+  template <typename Step, typename Begun>
+  __device__ __forceinline__ void Put(float (&acc)[128], const TileItem& item, const Begun& begun) {
     Step::Keep(p_, item, consumer_, begun, acc);
 #pragma unroll
     for (int chunk = 0; chunk < Step::kOutChunks; ++chunk) {
@@ -112,6 +122,34 @@ class MultiplyRole {
       for (int c = 0; c < 4; ++c) Step::PutColumns(p_, begun, staging_, acc, chunk, c);
       staging_.Close(chunk);
     }
+  }
+
+  // An item of a step with one product, of FP8 codes. The step begins, too, when that is done.
+  template <typename Step>
+  __device__ __forceinline__ void DoCodes(const TileItem& item, RingPosition<kItemSlots>& slot) {
+    if (consumer_ >= item.num_consumers) {
+      Skip<Step>(item);
+      if (item.num_consumers > 0) Step::KeepPads(p_, item, consumer_);
+      return;
+    }
+    const bool is_traced = p_.trace.records != nullptr;
+    const HeldItem held(item, is_traced ? TraceScope::Now() : 0, staging_.turns(), slot.state());
+    MultiplyCodesAndPut<Step>(typename Step::Products(), held);
+    slot.set_state(held.slot());
+    if (!is_traced) return;
+    const uint32_t start_ns = held.start_ns();
+    if (consumer_ == 0 && IsThread0()) TraceScope::Record(p_.trace, Step::kPart, start_ns);
+  }
+  template <typename Step, typename Product>
+  __device__ __forceinline__ void MultiplyCodesAndPut(ProductList<Product>, const HeldItem& held) {
+    float acc[128];
+    Clear(acc);
+    CodeProducts<Product, Params>(shared_, p_, consumer_, held).AddTo(acc, stage_, [&](uint32_t s) {
+      ReleaseStage(s);
+    });
+    const TileItem item = held.item();
+    staging_.set_turns(held.turns());
+    Put<Step>(acc, item, Step::Begin(p_, item, consumer_));
   }
 
   // Returns what Begin does, which perhaps has read all stages.

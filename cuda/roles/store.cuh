@@ -26,7 +26,7 @@ class StoreRole {
       : shared_(shared), maps_(maps), p_(params) {}
 
   __device__ void Run() {
-    ForEachItem(shared_, [&](const TileItem& item) {
+    ForEachItem(shared_, [&](const TileItem& item, const auto&) {
       Steps::With(item.step, [&]<typename Step>() { StoreItem<Step>(item); });
     });
     // Nobody in this call waits for what is not published.

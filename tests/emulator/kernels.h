@@ -6,6 +6,7 @@
 #include "kernel/backward_steps.cuh"
 #include "kernel/forward_steps.cuh"
 #include "kernel/skeleton.cuh"
+#include "shared/forward_fp8.h"
 
 namespace emulator {
 
@@ -51,6 +52,9 @@ extern template void RunForward<megamoe::GeneralUnit>(const megamoe::ForwardMaps
                                                       const megamoe::ForwardParams&);
 extern template void RunBackward<megamoe::GeneralUnit>(const megamoe::BackwardMaps&,
                                                        const megamoe::BackwardParams&, bool);
+// Those of the forward in FP8, as cuda/kernel/forward_fp8.cu, which fp8.cc compiles.
+void RunFp8Forward(const megamoe::Fp8ForwardMaps& maps, const megamoe::Fp8ForwardParams& params);
+
 // The fault that they have.
 void SetGeneralFault(uint32_t fault);
 

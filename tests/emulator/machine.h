@@ -62,6 +62,7 @@ struct Product {
   int columns;
   int major_a, major_b;
   bool accumulate;
+  bool is_of_codes;  // e4m3, else bf16
 };
 
 struct Store {

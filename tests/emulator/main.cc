@@ -5,6 +5,9 @@
 #include "comm/share_inputs.cuh"
 #include "kernel/backward.h"
 #include "kernel/forward.h"
+#include "kernel/forward_fp8.h"
+#include "kernel/quantize_rows.cuh"
+#include "kernel/quantize_rows.h"
 #include "kernels.h"
 #include "machine.h"
 #include "plan/plan.h"
@@ -34,7 +37,9 @@ CUresult Encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   emulator::TensorMap made = {};
   made.data = static_cast<uint8_t*>(data);
-  made.element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  made.element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4
+                       : type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1
+                                                               : 2;
   for (unsigned i = 0; i < 3; ++i) {
     made.dims[i] = i < rank ? static_cast<int64_t>(dims[i]) : 1;
     made.box[i] = i < rank ? static_cast<int>(box[i]) : 1;
@@ -127,6 +132,18 @@ CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
   const auto run = IsGeneral(params.unit, params.biases) ? emulator::RunForward<GeneralUnit>
                                                          : emulator::RunForward<SwiGlu>;
   Enqueue({[=] { run(maps, params); }, blocks});
+  return {};
+}
+
+CudaStatus LaunchQuantizeRows(cudaStream_t, const QuantizeParams& params) {
+  static_assert(kQuantizeThreads == emulator::kBlockThreads);
+  Enqueue({[=] { QuantizeRows(params); }, num_multiprocessors});
+  return {};
+}
+
+CudaStatus LaunchFp8Forward(cudaStream_t, int blocks, const Fp8ForwardMaps& maps,
+                            const Fp8ForwardParams& params, bool) {
+  Enqueue({[=] { emulator::RunFp8Forward(maps, params); }, blocks});
   return {};
 }
 

@@ -7,7 +7,9 @@
 
 #include "host/backward.h"
 #include "host/forward.h"
+#include "host/forward_fp8.h"
 #include "host/peer_arrays.h"
+#include "shared/fp8.h"
 
 namespace ranks {
 namespace {
@@ -22,7 +24,7 @@ struct CallHeader {
   int32_t trace_records;  // rows of the trace, the last result; 0: none
   int32_t has_biases;
   float alpha, beta, limit, offset;
-  int32_t unused;  // launches lie behind an even number of these
+  int32_t is_fp8;  // launches lie behind an even number of these
   int32_t tiles_m[megamoe::kMaxSteps], tiles_n[megamoe::kMaxSteps], lag[megamoe::kMaxSteps];
   int64_t launches[8];
 };
@@ -127,6 +129,9 @@ class Runner {
       if (!status.ok()) Fail(status.call);
       Spoil(peers.rank, call.peers);
     };
+    if (c.is_fp8 != 0) {
+      return [=, call = Fp8Forward(c, layer)] { enqueue(call, megamoe::RunFp8Forward); };
+    }
     if (c.is_backward != 0) {
       return [=, call = Backward(c, layer)] { enqueue(call, megamoe::RunBackward); };
     }
@@ -186,6 +191,33 @@ class Runner {
     call.y = AddResult(int64_t{h_.T} * h_.H * kBf16Bytes);
     call.pool = Pool(layer, h_.H);
     call.h = Pool(layer, h_.I);
+    if (c.keep_gate_up != 0) call.gate_up = AddResult(layer.pool_rows * 2 * h_.I * kBf16Bytes);
+    call.counters = Counters(megamoe::NumForwardCounters(call.pool_rows));
+    call.trace = Trace(c);
+    return call;
+  }
+
+  // Of M x N weights.
+  megamoe::QuantizedMatrix Quantized(int64_t M, int64_t N) {
+    const int64_t experts = h_.E / h_.R;
+    const void* const codes = Read<uint8_t>(experts * M * N);
+    return {codes, Read<float>(experts * (M / megamoe::kFp8Group) * (N / megamoe::kFp8Group))};
+  }
+  void* CodeRows(int64_t rows, int D) { return machine_.Allocate(rows * megamoe::CodeRowBytes(D)); }
+
+  // A result behind y is what x is quantised to.
+  megamoe::Fp8ForwardCall Fp8Forward(const CallHeader& c, const LayerCall& layer) {
+    megamoe::Fp8ForwardCall call = {};
+    static_cast<LayerCall&>(call) = layer;
+    call.x = ReadBf16(int64_t{h_.T} * h_.H);
+    call.w_gate = Quantized(h_.H, h_.I);
+    call.w_up = Quantized(h_.H, h_.I);
+    call.w_down = Quantized(h_.I, h_.H);
+    call.y = AddResult(int64_t{h_.T} * h_.H * kBf16Bytes);
+    call.x_codes = AddResult(int64_t{h_.T} * megamoe::CodeRowBytes(h_.H));
+    call.x_pool = CodeRows(layer.pool_rows, h_.H);
+    call.h = CodeRows(layer.pool_rows, h_.I);
+    call.o = Pool(layer, h_.H);
     if (c.keep_gate_up != 0) call.gate_up = AddResult(layer.pool_rows * 2 * h_.I * kBf16Bytes);
     call.counters = Counters(megamoe::NumForwardCounters(call.pool_rows));
     call.trace = Trace(c);

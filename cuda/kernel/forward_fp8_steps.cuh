@@ -1,0 +1,181 @@
+// The two GEMMs of the forward with precision="fp8_block": what differs from those in bf16.
+//
+// Operands are e4m3 codes, both K-major, in the same bytes of a stage. Each K-block of 128 is
+// summed by itself and added, times the scales of both operands, to float32 sums.
+#pragma once
+
+#include "kernel/forward_steps.cuh"
+#include "kernel/fp8_scale.cuh"
+#include "shared/forward_fp8.h"
+#include "shared/fp8.h"
+
+namespace megamoe {
+
+struct Fp8Product : TokenProduct<ptx::Major::kK> {
+  // 64 rows of codes of a tile of pool rows, of K-block k.
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadCodes(const CUtensorMap& map, const TileItem& item,
+                                                   int half, int k, uint32_t to, uint32_t barrier) {
+    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictNormal, k * kBlockCodesK,
+                      item.row + half * kConsumerRows);
+  }
+};
+
+// x [Wg | Wu].
+struct Fp8GateUpProduct : Fp8Product {
+  static __device__ __forceinline__ int NumKBlocks(const Fp8ForwardParams& p, const TileItem&) {
+    return p.gate_up_scales.num_k_blocks;
+  }
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadRows(const Fp8ForwardMaps& maps,
+                                                  const Fp8ForwardParams&, const TileItem& item,
+                                                  int half, int k, uint32_t to, uint32_t barrier) {
+    LoadCodes<kForBoth>(maps.x, item, half, k, to, barrier);
+  }
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadColumns(const Fp8ForwardMaps& maps,
+                                                     const Fp8ForwardParams& p,
+                                                     const TileItem& item, int half, int k,
+                                                     uint32_t to, uint32_t barrier) {
+    LoadBox<kForBoth>(to, half == 0 ? maps.w_gate : maps.w_up, barrier, ptx::kEvictLast,
+                      k * kBlockCodesK, item.expert * p.I + item.n * kGateUpColumns);
+  }
+  static __device__ __forceinline__ const Fp8Scales& Scales(const Fp8ForwardParams& p) {
+    return p.gate_up_scales;
+  }
+  static __device__ __forceinline__ int BlockColumn(const Fp8ForwardParams&, int n, int) {
+    return n;
+  }
+};
+
+// h Wd.
+struct Fp8DownProduct : Fp8Product {
+  static __device__ __forceinline__ int NumKBlocks(const Fp8ForwardParams& p, const TileItem&) {
+    return p.down_scales.num_k_blocks;
+  }
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadRows(const Fp8ForwardMaps& maps,
+                                                  const Fp8ForwardParams&, const TileItem& item,
+                                                  int half, int k, uint32_t to, uint32_t barrier) {
+    LoadCodes<kForBoth>(maps.h, item, half, k, to, barrier);
+  }
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadColumns(const Fp8ForwardMaps& maps,
+                                                     const Fp8ForwardParams&, const TileItem& item,
+                                                     int half, int k, uint32_t to,
+                                                     uint32_t barrier) {
+    LoadBox<kForBoth>(to, maps.w_down, barrier, ptx::kEvictLast, k * kBlockCodesK,
+                      item.n * kDownColumns + half * kFp8Group, item.expert);
+  }
+  static __device__ __forceinline__ const Fp8Scales& Scales(const Fp8ForwardParams& p) {
+    return p.down_scales;
+  }
+  // Of columns behind the last, whose products are 0 and are not stored, the last.
+  static __device__ __forceinline__ int BlockColumn(const Fp8ForwardParams& p, int n, int half) {
+    return min(n * (kDownColumns / kFp8Group) + half, p.down_scales.num_columns - 1);
+  }
+};
+
+// h of g = x Wg and u = x Wu, as codes: the 128 columns of a tile are one group of each row.
+template <bool kKeeps>
+struct Fp8GateUpStep : ForwardStepsOf<SwiGlu, kKeeps>::GateUp {
+  using Bf16Step = typename ForwardStepsOf<SwiGlu, kKeeps>::GateUp;
+  using Products = ProductList<Fp8GateUpProduct>;
+  static constexpr bool kIsOfCodes = true;
+  static constexpr int kOutChunks = 1;
+
+  // Leaves what becomes the codes in the place of g.
+  template <typename Begun>
+  static __device__ __forceinline__ void Keep(const Fp8ForwardParams& p, const TileItem& item,
+                                              int consumer, const Begun& begun, float (&acc)[128]) {
+    Bf16Step::Keep(p, item, consumer, begun, acc);
+    float largest[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < 64; ++j) {
+      acc[j] = SwiGlu::Value(p.unit, acc[j], acc[64 + j]);
+      largest[j / 2 % 2] = ptx::MaxOrNan(largest[j / 2 % 2], fabsf(acc[j]));
+    }
+    const int row = item.row + consumer * kConsumerRows + ThreadRow();
+    float* const scales = p.down_scales.rows + int64_t{row} * p.down_scales.row_floats + item.n;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Fp8Scale scale = Fp8Scale::Of(LargestOfRow(largest[r]));
+      // Before the buffer is handed over: the store warp publishes the tile behind it.
+      if (threadIdx.x % 4 == 0) scales[r * 8 * p.down_scales.row_floats] = scale.scale;
+#pragma unroll
+      for (int j = 2 * r; j < 64; j += 4) {
+        acc[j] = scale.Scaled(acc[j]);
+        acc[j + 1] = scale.Scaled(acc[j + 1]);
+      }
+    }
+  }
+
+  // 32 columns of the chunk.
+  template <typename Begun>
+  static __device__ __forceinline__ void PutColumns(const Fp8ForwardParams&, const Begun&,
+                                                    const Staging& staging, const float (&acc)[128],
+                                                    int chunk, int c) {
+#pragma unroll
+    for (int j = 4 * c; j < 4 * c + 4; ++j) {
+      staging.PutCodes(chunk, j, ptx::PackE4m3(acc[4 * j], acc[4 * j + 1]),
+                       ptx::PackE4m3(acc[4 * j + 2], acc[4 * j + 3]));
+    }
+  }
+
+ private:
+  // Over the four lanes of a row.
+  static __device__ __forceinline__ float LargestOfRow(float largest) {
+    largest = ptx::MaxOrNan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+    return ptx::MaxOrNan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+  }
+};
+
+// o = h Wd.
+struct Fp8DownStep : DownStep {
+  using Products = ProductList<Fp8DownProduct>;
+  static constexpr bool kIsOfCodes = true;
+};
+
+// How the dispatch finds rows: of codes, with their scales.
+struct CodeRows {
+  static constexpr int kColumnBytes = 1;
+  static __device__ __forceinline__ int Columns(const LayerParams& p) {
+    return CopiedCodeBytes(p.H);
+  }
+  static __device__ __forceinline__ int Stride(const LayerParams& p) { return CodeRowBytes(p.H); }
+};
+
+// What the roles need to know of this forward, on one rank.
+template <bool kKeepsGateUp>
+struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, /*kWithPeers=*/false, SwiGlu> {
+  using Params = Fp8ForwardParams;
+  using Maps = Fp8ForwardMaps;
+  using GateUp = Fp8GateUpStep<kKeepsGateUp>;
+  using Down = Fp8DownStep;
+  using DispatchedRows = CodeRows;
+
+  static constexpr int kLaneColumns = 8;
+  static constexpr int kServiceRegisters = 88;
+  static constexpr int kMultiplyRegisters = 208;
+  // What is kept between K-blocks are sums of scaled products, which begin with 0.
+  static constexpr bool kKeepsAccumulators = false;
+  static constexpr bool kFewRegisters = true;
+
+  template <typename F>
+  static __device__ __forceinline__ void With(int step, F&& f) {
+    if (step == GateUp::kStep) {
+      f.template operator()<GateUp>();
+    } else {
+      f.template operator()<Down>();
+    }
+  }
+
+  static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int, int token) {
+    return reinterpret_cast<const uint4*>(p.x_codes + int64_t{token} * CodeRowBytes(p.H));
+  }
+  static __device__ __forceinline__ uint4* DispatchTo(const Params& p, int) {
+    return reinterpret_cast<uint4*>(p.x_pool);
+  }
+};
+
+}  // namespace megamoe

@@ -1,0 +1,199 @@
+// Products of FP8 codes, as a warpgroup of the multiply role makes them.
+//
+// The sum of a K-block is that of one group of each operand. It is made by itself, for half of the
+// columns at a time, and added times the scales of both operands to sums in float32. That a
+// warpgroup waits for its products costs little: those of the other one run meanwhile. Two halves
+// on their way at once would be serialised by ptxas (C7514).
+//
+// The sums take 128 registers of a thread and those of a K-block 64. Hardly any are left for what
+// else lasts meanwhile, so that what can be is computed again, and the rest is held by lanes.
+#pragma once
+
+#include <cstdint>
+
+#include "pipeline/item.cuh"
+#include "pipeline/shared_memory.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/wgmma.cuh"
+#include "shared/fp8.h"
+
+namespace megamoe {
+
+// What a warp needs behind the products, and of the item meanwhile, in one register: each of a few
+// lanes holds a number, which the others get by shuffles.
+class HeldItem {
+ public:
+  // start_ns: of the item; turns, slot: the states of the staging buffers and of the walk.
+  __device__ __forceinline__ HeldItem(const TileItem& item, uint32_t start_ns, uint32_t turns,
+                                      uint32_t slot) {
+    const uint32_t lane = threadIdx.x % kWarpThreads;
+    held_ = lane == 0   ? item.row
+            : lane == 1 ? item.n
+            : lane == 2 ? item.expert
+            : lane == 3 ? start_ns
+            : lane == 4 ? turns
+                        : slot;
+  }
+  // But for what only other roles need.
+  __device__ __forceinline__ TileItem item() const {
+    TileItem item = {};
+    item.row = Get(0);
+    item.n = Get(1);
+    item.expert = Get(2);
+    return item;
+  }
+  __device__ __forceinline__ uint32_t start_ns() const { return Get(3); }
+  __device__ __forceinline__ uint32_t turns() const { return Get(4); }
+  __device__ __forceinline__ uint32_t slot() const { return Get(5); }
+
+ private:
+  __device__ __forceinline__ uint32_t Get(int lane) const {
+    return __shfl_sync(kAllLanes, held_, lane);
+  }
+
+  uint32_t held_;
+};
+
+// The scales of both operands of a product. They come by loads: shared memory has no room left. A
+// lane holds those of other K-blocks than its neighbours, which get them by shuffles, and loads the
+// next ones when the last of them is taken, long before they are needed.
+template <typename Product, typename Params>
+class ProductScales {
+ public:
+  // Loads what does not depend on other work of the call.
+  __device__ __forceinline__ ProductScales(const Params& p, const TileItem& item) : p_(p) {
+    LoadBlocks(item, 0);
+  }
+
+  // When the first stage of the item is full: who filled it has seen that the item's rows are
+  // complete.
+  __device__ __forceinline__ void Begin(const TileItem& item) { LoadRows(item, 0); }
+
+  struct Scales {
+    float of[2];  // in the thread's rows
+  };
+  // What the sums of K-block k are multiplied with, in half of the columns.
+  __device__ __forceinline__ Scales Of(int k, int half) const {
+    const float block = __shfl_sync(kAllLanes, block_, k % kBlockLanes + half * kBlockLanes);
+    const int lane = threadIdx.x % kWarpThreads / kQuad * kQuad + k % kRowLanes;
+    return {__shfl_sync(kAllLanes, row_, lane) * block,
+            __shfl_sync(kAllLanes, row_, lane + kRowLanes) * block};
+  }
+  // K-block k is next; those before it have been taken.
+  __device__ __forceinline__ void Advance(const TileItem& item, int k) {
+    if (k % kRowLanes == 0) LoadRows(item, k);
+    if (k % kBlockLanes == 0) LoadBlocks(item, k);
+  }
+
+ private:
+  // Of the four lanes of a row two hold its scales, the others those of the row 8 below; of a warp
+  // half the lanes those of half of the columns.
+  static constexpr int kQuad = 4;
+  static constexpr int kRowLanes = 2;
+  static constexpr int kBlockLanes = kWarpThreads / 2;
+
+  // Past the L1 cache: another multiprocessor may have written them.
+  __device__ __forceinline__ void LoadRows(const TileItem& item, int k) {
+    const int lane = threadIdx.x % kQuad;
+    const int row = item.row + ThreadRowOfTile() + lane / kRowLanes * 8;
+    const auto& scales = Product::Scales(p_);
+    row_ = __ldcg(scales.rows + int64_t{row} * scales.row_floats + k + lane % kRowLanes);
+  }
+  // Behind the last K-block, the last again.
+  __device__ __forceinline__ void LoadBlocks(const TileItem& item, int k) {
+    const int lane = threadIdx.x % kWarpThreads;
+    const auto& scales = Product::Scales(p_);
+    const int own = min(k + lane % kBlockLanes, scales.num_k_blocks - 1);
+    const int column = Product::BlockColumn(p_, item.n, lane / kBlockLanes);
+    block_ = __ldg((lane < kBlockLanes ? scales.blocks[0] : scales.blocks[1]) +
+                   (item.expert * scales.num_k_blocks + own) * scales.num_columns + column);
+  }
+
+  const Params& p_;
+  float row_;
+  float block_;
+};
+
+// The product of an item. Product::Scales(p) says where its scales lie, and BlockColumn(p, n, half)
+// in which column of blocks those of half of the columns of tile n.
+template <typename Product, typename Params>
+class CodeProducts {
+ public:
+  __device__ __forceinline__ CodeProducts(SharedMemory& shared, const Params& params, int consumer,
+                                          const HeldItem& held)
+      : shared_(shared), p_(params), consumer_(consumer), held_(held) {}
+
+  // Adds to sums. stage: of the ring, the next one; release(stage) hands one back.
+  template <typename Release>
+  __device__ __forceinline__ void AddTo(float (&sums)[128], RingPosition<kNumStages>& stage,
+                                        Release release) const {
+    ProductScales<Product, Params> scales(p_, held_.item());
+    Wait(stage);
+    scales.Begin(held_.item());
+    const int num_k_blocks = Product::Scales(p_).num_k_blocks;
+    float part[64];
+#pragma unroll
+    for (float& sum : part) sum = 0;
+#pragma unroll 1
+    for (int k = 0; k < num_k_blocks; ++k) {
+      Wait(stage);
+      Issue(part, stage.index(), 0);
+      stage.Advance();
+      auto scale = scales.Of(k, 0);
+      ptx::WgmmaWait<0>();
+      AddScaled(sums, part, 0, scale.of);
+      scale = scales.Of(k, 1);
+      // While no product takes registers.
+      if (k + 1 < num_k_blocks) scales.Advance(held_.item(), k + 1);
+      Issue(part, stage.last(), 1);
+      ptx::WgmmaWait<0>();
+      release(stage.last());
+      AddScaled(sums, part, 1, scale.of);
+    }
+  }
+
+ private:
+  static constexpr int kStepK = 32;  // k of an instruction
+
+  __device__ __forceinline__ void Wait(const RingPosition<kNumStages>& stage) const {
+    ptx::BarrierWait(AddressOf(shared_.stage_full, stage.index()), stage.parity());
+  }
+
+  // The products of a stage, for half of the columns.
+  __device__ __forceinline__ void Issue(float (&part)[64], uint32_t stage, int half) const {
+    constexpr uint64_t kHalfB = (kStageBBytes / 2) >> 4;
+    // Uniform over the warp, and the compiler knows it: descriptors take no registers of lanes.
+    const auto descriptor = [&](uint32_t address) {
+      return ptx::TileDescriptor<ptx::Major::kK>(__shfl_sync(kAllLanes, address, 0));
+    };
+    const uint32_t address = AddressOf(shared_.stages, stage);
+    const uint64_t a = descriptor(address + consumer_ * ptx::kChunkBytes);
+    const uint64_t b = descriptor(address + kStageABytes) + half * kHalfB;
+    ptx::PinRegisters(part);
+    ptx::WgmmaFence();
+#pragma unroll
+    for (int i = 0; i < kBlockCodesK / kStepK; ++i) {
+      const uint64_t at = i * ptx::kDescriptor32Codes;
+      ptx::WgmmaE4m3(a + at, b + at, part, /*accumulate=*/i > 0);
+    }
+    ptx::WgmmaCommit();
+    ptx::PinRegisters(part);
+  }
+
+  static __device__ __forceinline__ void AddScaled(float (&sums)[128], float (&part)[64], int half,
+                                                   const float (&scale)[2]) {
+    ptx::PinRegisters(part);
+#pragma unroll
+    for (int j = 0; j < 64; ++j) {
+      float& sum = sums[64 * half + j];
+      sum = fmaf(scale[j / 2 % 2], part[j], sum);
+    }
+  }
+
+  SharedMemory& shared_;
+  const Params& p_;
+  const int consumer_;
+  const HeldItem& held_;
+};
+
+}  // namespace megamoe
