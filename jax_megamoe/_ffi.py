@@ -31,9 +31,11 @@ from jax_megamoe.memory import (
     trace_result,
 )
 from jax_megamoe.plan import Plan, Step, backward_steps, forward_steps
+from jax_megamoe.quantization import QuantizedExperts
 
 PLAN = "jax_megamoe_plan"
 FORWARD = "jax_megamoe_forward"
+FORWARD_FP8 = "jax_megamoe_forward_fp8"
 BACKWARD = "jax_megamoe_backward"
 PEER_PROBE = "jax_megamoe_peer_probe"
 
@@ -182,6 +184,7 @@ def forward_call(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: AxisName,
+    quantized: QuantizedExperts | None = None,
     keep_gate_up: bool = False,
     launches: Sequence[int] = FUSED,
     deadline_s: float = WAIT_DEADLINE_S,
@@ -192,6 +195,8 @@ def forward_call(
     Args: as `reference.forward`; what is not bfloat16 yet is cast to it, expert_weight and biases
       to float32.
       axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
+      quantized: with config.precision "fp8_block", what the kernels multiply with instead of the
+        weights among `experts`; only on one rank, and for "swiglu" without biases.
       keep_gate_up: also returns what the backward then needs not compute again. The kernels are
         others than without.
       launches: the parts that each launch of the kernel does, see cuda/shared/part.h; UNFUSED
@@ -212,14 +217,18 @@ def forward_call(
     """
     register()
     expert_bias = len(experts) > NUM_WEIGHTS
-    check_fits(dims, keep_gate_up, expert_bias)
-    results = forward_results(dims, keep_gate_up)
+    check_fits(dims, keep_gate_up, expert_bias, config.precision)
+    results = forward_results(dims, keep_gate_up, config.precision)
     num_workspace = len(results) - 2 - keep_gate_up
     if trace:
         results.append(trace_result(dims, forward_steps(dims)))
-    call = jax.ffi.ffi_call(_target(FORWARD, dims), _results(x, results))
-    y, counts, *rest = call(
-        *_operands(x, expert_idx, expert_weight, *experts),
+    target, weights = _target(FORWARD, dims), experts
+    if config.precision == "fp8_block":
+        target, weights = FORWARD_FP8, ()
+    operands = _operands(x, expert_idx, expert_weight, *weights)
+    y, counts, *rest = jax.ffi.ffi_call(target, _results(x, results))(
+        *operands,
+        *_forward_codes(dims, config, quantized, expert_bias),
         **_attributes(dims, config, axis_name, expert_bias),
         **_work(dims, forward_steps(dims), keep_gate_up, launches, deadline_s),
     )
@@ -298,6 +307,22 @@ def _work(
         "launches": np.array(launches, np.int64),
         "deadline_ns": np.int64(deadline_s * 1e9),
     }
+
+
+def _forward_codes(
+    dims: Dims, config: MegaMoEConfig, quantized: QuantizedExperts | None, expert_bias: bool
+) -> list[jax.Array]:
+    """The weights of a forward in FP8, K-major, each with its scales; in bf16 none."""
+    if config.precision != "fp8_block":
+        return []
+    if dims.R > 1 or config.activation != "swiglu" or expert_bias or quantized is None:
+        raise ValueError(
+            f"precision is {config.precision!r} with R = {dims.R}, activation "
+            f"{config.activation!r}, {'' if expert_bias else 'no '}biases and "
+            f"{'no ' if quantized is None else ''}quantised weights; its kernels take one rank, "
+            "'swiglu', no biases and quantised weights"
+        )
+    return [array for matrix in quantized for array in (matrix.transposed, matrix.scales)]
 
 
 def _target(of_one_rank: str, dims: Dims) -> str:

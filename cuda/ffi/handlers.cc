@@ -8,6 +8,7 @@
 #include "ffi/backward.h"
 #include "ffi/common.h"
 #include "ffi/forward.h"
+#include "ffi/forward_fp8.h"
 #include "ffi/group.h"
 #include "ffi/layer.h"
 #include "plan/plan.h"
@@ -70,6 +71,9 @@ std::vector<Registration> LayerRegistrations() {
       {"jax_megamoe_forward", "prepare", PrepareForward},
       {"jax_megamoe_forward", "initialize", kInitialize},
       {"jax_megamoe_forward", "execute", ExecuteForward},
+      {"jax_megamoe_forward_fp8", "prepare", PrepareFp8Forward},
+      {"jax_megamoe_forward_fp8", "initialize", kInitialize},
+      {"jax_megamoe_forward_fp8", "execute", ExecuteFp8Forward},
       {"jax_megamoe_backward", "prepare", PrepareBackward},
       {"jax_megamoe_backward", "initialize", kInitialize},
       {"jax_megamoe_backward", "execute", ExecuteBackward},

@@ -22,20 +22,30 @@ std::string Text(const int64_t* sizes, size_t rank) {
   return text + "]";
 }
 
-ffi::Error CheckShapes(const char* pass, const LayerOperands& o) {
-  const ffi::Span<const int64_t> ids = o.expert_idx.dimensions(), gate = o.w_gate.dimensions();
-  const int64_t T = ids[0], K = ids[1], E = gate[0], H = gate[1], I = gate[2];
+constexpr int64_t kMultiple = 64;  // of H and I, in bf16
+
+ffi::Error CheckShapes(const char* pass, const TokenOperands& o, const WeightSizes& sizes) {
+  const ffi::Span<const int64_t> ids = o.expert_idx.dimensions();
+  const int64_t T = ids[0], K = ids[1], H = sizes.H, I = sizes.I;
   for (const ffi::Error& error :
        {CheckShape(pass, "x", o.x.dimensions(), {T, H}),
-        CheckShape(pass, "expert_weight", o.expert_weight.dimensions(), {T, K}),
-        CheckShape(pass, "w_up", o.w_up.dimensions(), {E, H, I}),
-        CheckShape(pass, "w_down", o.w_down.dimensions(), {E, I, H})}) {
+        CheckShape(pass, "expert_weight", o.expert_weight.dimensions(), {T, K})}) {
     if (error.failure()) return error;
   }
-  constexpr int64_t kMultiple = 64;
-  if (H % kMultiple == 0 && I % kMultiple == 0) return ffi::Error::Success();
+  if (H % sizes.multiple == 0 && I % sizes.multiple == 0) return ffi::Error::Success();
   return Invalid(std::string(pass) + ": H is " + std::to_string(H) + " and I " + std::to_string(I) +
-                 "; both may be multiples of 64");
+                 "; both may be multiples of " + std::to_string(sizes.multiple));
+}
+
+// Those of w_gate, which the other weights go with.
+ffi::ErrorOr<WeightSizes> ReadSizes(const char* pass, const LayerOperands& o) {
+  const ffi::Span<const int64_t> gate = o.w_gate.dimensions();
+  const int64_t E = gate[0], H = gate[1], I = gate[2];
+  for (const ffi::Error& error : {CheckShape(pass, "w_up", o.w_up.dimensions(), {E, H, I}),
+                                  CheckShape(pass, "w_down", o.w_down.dimensions(), {E, I, H})}) {
+    if (error.failure()) return error;
+  }
+  return WeightSizes{E, H, I, kMultiple};
 }
 
 ffi::Error CheckLaunches(const char* pass, int64_t pass_parts, ffi::Span<const int64_t> launches) {
@@ -126,6 +136,14 @@ ffi::Error CheckShape(const char* pass, const char* name, ffi::Span<const int64_
 ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
                                       const LayerOperands& operands, int num_ranks,
                                       const ffi::Dictionary& attributes) {
+  const auto sizes = ReadSizes(pass, operands);
+  if (sizes.has_error()) return sizes.error();
+  return ReadTokenCall(pass, pass_parts, operands, *sizes, num_ranks, attributes);
+}
+
+ffi::ErrorOr<LayerCall> ReadTokenCall(const char* pass, int64_t pass_parts,
+                                      const TokenOperands& operands, const WeightSizes& sizes,
+                                      int num_ranks, const ffi::Dictionary& attributes) {
   const auto steps = attributes.get<ffi::Span<const int64_t>>("steps");
   const auto num_blocks = attributes.get<int64_t>("num_blocks");
   const auto pool_routes = attributes.get<int64_t>("pool_routes");
@@ -134,9 +152,9 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
   if (num_blocks.has_error()) return num_blocks.error();
   if (pool_routes.has_error()) return pool_routes.error();
   if (launches.has_error()) return launches.error();
-  if (ffi::Error error = CheckShapes(pass, operands); error.failure()) return error;
+  if (ffi::Error error = CheckShapes(pass, operands, sizes); error.failure()) return error;
   if (ffi::Error error = CheckLaunches(pass, pass_parts, *launches); error.failure()) return error;
-  const int64_t experts = operands.w_gate.dimensions()[0] * num_ranks;
+  const int64_t experts = sizes.E * num_ranks;
   if (!IsBlockCount(*num_blocks, experts)) {
     return Invalid(std::string(pass) + ": attribute num_blocks is " + std::to_string(*num_blocks) +
                    " for " + std::to_string(experts) +
@@ -152,8 +170,8 @@ ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
   LayerCall call = {};
   call.unit = *unit;
   call.plan = *plan;
-  call.H = static_cast<int>(operands.w_gate.dimensions()[1]);
-  call.I = static_cast<int>(operands.w_gate.dimensions()[2]);
+  call.H = static_cast<int>(sizes.H);
+  call.I = static_cast<int>(sizes.I);
   call.num_blocks = static_cast<int>(*num_blocks);
   call.pool_rows = PoolRows(*plan);
   call.expert_idx = operands.expert_idx.typed_data();

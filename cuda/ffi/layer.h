@@ -24,14 +24,16 @@ using ExpertBias = xla::ffi::Buffer<xla::ffi::F32, 2>;
 xla::ffi::Error PrepareLayer(xla::ffi::RemainingArgs, xla::ffi::RemainingRets,
                              xla::ffi::Dictionary attributes);
 
-// What a call of either pass gets.
-struct LayerOperands {
+// What a call of either pass gets, whatever its weights are.
+struct TokenOperands {
   const Bf16Matrix& x;                // [T, H]
   const Ids& expert_idx;              // [T, K]
   const RouteWeights& expert_weight;  // [T, K]
-  const Bf16Experts& w_gate;          // [E/R, H, I]
-  const Bf16Experts& w_up;            // [E/R, H, I]
-  const Bf16Experts& w_down;          // [E/R, I, H]
+};
+struct LayerOperands : TokenOperands {
+  const Bf16Experts& w_gate;  // [E/R, H, I]
+  const Bf16Experts& w_up;    // [E/R, H, I]
+  const Bf16Experts& w_down;  // [E/R, I, H]
 };
 
 // The sizes, the routing and the attributes of a call of the `pass` whose launches do `pass_parts`.
@@ -40,6 +42,16 @@ struct LayerOperands {
 xla::ffi::ErrorOr<LayerCall> ReadLayerCall(const char* pass, int64_t pass_parts,
                                            const LayerOperands& operands, int num_ranks,
                                            const xla::ffi::Dictionary& attributes);
+
+// The same of a call with weights of another kind, of so many experts of a rank; of H and I the
+// kernels take multiples of `multiple`.
+struct WeightSizes {
+  int64_t E, H, I;
+  int64_t multiple;
+};
+xla::ffi::ErrorOr<LayerCall> ReadTokenCall(const char* pass, int64_t pass_parts,
+                                           const TokenOperands& operands, const WeightSizes& sizes,
+                                           int num_ranks, const xla::ffi::Dictionary& attributes);
 
 // The biases of the experts, where the attribute `biases` says that there are some: the first
 // kNumBiases of the other operands.

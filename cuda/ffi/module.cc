@@ -15,6 +15,7 @@
 #include "host/process_watch.h"
 #include "kernel/backward.h"
 #include "kernel/forward.h"
+#include "kernel/forward_fp8.h"
 #include "pipeline/delay_sites.h"
 #include "pipeline/seeded_faults.h"
 
@@ -59,12 +60,14 @@ int Release() {
 #ifdef MEGAMOE_DELAYS
 void SetDelaySeed(uint32_t seed) {
   RaiseIfFailed(megamoe::SetForwardDelays(seed));
+  RaiseIfFailed(megamoe::SetFp8ForwardDelays(seed));
   RaiseIfFailed(megamoe::SetBackwardDelays(seed));
 }
 
 std::vector<uint32_t> CountDelays() {
   std::vector<uint32_t> delays(megamoe::kNumDelaySites);
   RaiseIfFailed(megamoe::AddForwardDelays(delays.data()));
+  RaiseIfFailed(megamoe::AddFp8ForwardDelays(delays.data()));
   RaiseIfFailed(megamoe::AddBackwardDelays(delays.data()));
   return delays;
 }
@@ -73,6 +76,7 @@ std::vector<uint32_t> CountDelays() {
 #ifdef MEGAMOE_FAULTS
 void SetFault(uint32_t fault) {
   RaiseIfFailed(megamoe::SetForwardFault(fault));
+  RaiseIfFailed(megamoe::SetFp8ForwardFault(fault));
   RaiseIfFailed(megamoe::SetBackwardFault(fault));
 }
 

@@ -11,6 +11,8 @@
 #include "host/fault.h"
 #include "kernel/backward.h"
 #include "kernel/forward.h"
+#include "kernel/forward_fp8.h"
+#include "kernel/quantize_rows.h"
 #include "plan/plan.h"
 #include "shared/cuda_status.h"
 
@@ -52,8 +54,9 @@ std::string PrepareDevice(int device) {
            std::to_string(properties.minor) +
            "; the kernels run on 9.0 (H100, H200, GH200) only; use backend=\"reference\"";
   }
-  for (const CudaStatus& status : {plan::Load(), LoadForward(), LoadBackward(), LoadWaitProbe(),
-                                   LoadPeerProbe(), LoadShareInputs(), OpenFaultChannel(device)}) {
+  for (const CudaStatus& status :
+       {plan::Load(), LoadForward(), LoadFp8Forward(), LoadQuantizeRows(), LoadBackward(),
+        LoadWaitProbe(), LoadPeerProbe(), LoadShareInputs(), OpenFaultChannel(device)}) {
     if (!status.ok()) return status.text();
   }
   ready->insert(device);

@@ -52,7 +52,7 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "_quantized_checks": {"config", "validation", "quantization"},
     "_recipe": {"quantization"},
     "reference": {"config", "activation", "quantization", "_recipe"},
-    "_ffi": {"config", "activation", "plan", "memory"},
+    "_ffi": {"config", "activation", "plan", "memory", "quantization"},
     "presets": {"config"},
     "_router_checks": {"config", "validation"},
     "_router_losses": set(),
