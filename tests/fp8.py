@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from jax_megamoe import QuantizedExperts, mega_moe, quantize_expert_weights
 from jax_megamoe.quantization import QuantizedMatrix
-from tests import layer
-from tests.cases import ROUNDINGS, Batch, Operand, Results
+from tests import cases, layer
+from tests.cases import BF16, ROUNDINGS, Batch, Operand, Results
 from tests.gated import swiglu
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -96,6 +96,26 @@ def operand(names: Collection[str] = OPERANDS) -> Operand:
         return (rounded_blocks if name.startswith("w_") else rounded_rows)(a)
 
     return of
+
+
+def two_column_oracle(ids: np.ndarray, *, num_experts: int, **how: Any) -> Batch:
+    """The oracle with tags of 8 bits: their parts of 16 and of 1 come over two columns of h, each
+    of which codes hold; how: as for `cases.oracle`."""
+    batch = cases.oracle(ids, 0.5, num_experts=num_experts, **how)
+    tag = np.arange(1, num_experts + 1)
+    for w, value in ((batch.w_gate, 32), (batch.w_up, 1)):
+        w[:, 0, :2] = value
+    batch.w_down[:, 0] = (tag % 16)[:, None] / 32
+    batch.w_down[:, 1] = (tag // 16 * 16)[:, None] / 32
+    return batch
+
+
+def integers(batch: Batch) -> Batch:
+    """Small integers in the place of what is random: codes hold them, and any order of float32 sums
+    of their products is exact."""
+    rng = np.random.default_rng(0)
+    drawn = {name: rng.integers(-2, 3, getattr(batch, name).shape) for name in INPUTS}
+    return batch._replace(**{name: a.astype(BF16) for name, a in drawn.items()})
 
 
 def weights_of(batch: Batch) -> tuple[Any, Any, Any]:

@@ -153,6 +153,9 @@ struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, /*kWithPeers=*/false, SwiGlu
   using GateUp = Fp8GateUpStep<kKeepsGateUp>;
   using Down = Fp8DownStep;
   using DispatchedRows = CodeRows;
+  // An item has half as many K-blocks as in bf16, which take as long each: with more, those of down
+  // would be announced late.
+  static constexpr int kAnnounceAhead = 4;
 
   static constexpr int kLaneColumns = 8;
   static constexpr int kServiceRegisters = 88;

@@ -60,9 +60,8 @@ class LoadRole {
   }
 
  private:
-  // K-blocks that are loaded after the next item is announced and after its flag is polled, so that
-  // neither latency falls between two items.
-  static constexpr int kAnnounceAhead = 7;
+  // K-blocks that are loaded after the next item is announced (Steps::kAnnounceAhead) and after its
+  // flag is polled, so that neither latency falls between two items.
   static constexpr int kPollAhead = 2;
 
   template <typename Product>
@@ -76,7 +75,7 @@ class LoadRole {
 #pragma unroll 1
     for (int part = 0; part < 3; ++part) {
       // Of an item that is too short, everything.
-      const int ahead = part == 0 ? kAnnounceAhead : part == 1 ? kPollAhead : 0;
+      const int ahead = part == 0 ? Steps::kAnnounceAhead : part == 1 ? kPollAhead : 0;
       const int to = num_k_blocks > ahead ? num_k_blocks - ahead : num_k_blocks;
       Steps::With(item.step,
                   [&]<typename Step>() { LoadBlocks(typename Step::Products(), item, from, to); });

@@ -101,14 +101,6 @@ def test_experts_that_end_at_every_border() -> None:
     assert np.count_nonzero(gate_up) == sum(rows) * 2 * 256
 
 
-def integers(size: tuple[int, ...], routing: str) -> Batch:
-    """Small integers, which codes hold, and so their sums in float32: in any order the same."""
-    batch = normal_of(size, routing)
-    rng = np.random.default_rng(0)
-    drawn = {name: rng.integers(-2, 3, getattr(batch, name).shape) for name in fp8.INPUTS}
-    return batch._replace(**{name: a.astype(BF16) for name, a in drawn.items()})
-
-
 def dequantised(batch: Batch) -> Batch:
     """What the codes of x and of the weights stand for: bf16 holds it."""
     weights = zip(fp8.INPUTS[1:], fp8.weights_of(batch), strict=True)
@@ -122,7 +114,7 @@ def test_g_and_u_are_those_of_bf16_with_the_same_operands(
     size: tuple[int, ...], routing: str
 ) -> None:
     """All of what is kept, in the places in which the bf16 kernels keep it."""
-    batch = integers(size, routing)
+    batch = fp8.integers(normal_of(size, routing))
     _, right = emulated.forward_keeping(batch)
     for how in SCHEDULES[1:]:
         compare.assert_bitwise(forward_keeping(batch, **how)[1], right, "gate_up")

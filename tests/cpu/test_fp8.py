@@ -41,23 +41,10 @@ def test_tags_that_codes_do_not_hold_would_be_seen() -> None:
     assert run(batch).y[0, 0] == 16
 
 
-def two_column_oracle(counts: np.ndarray) -> cases.Batch:
-    """Experts of so many rows, whose tags have 8 bits: their parts of 16 and of 1 come over two
-    columns of h, each of which codes hold."""
-    num_experts = len(counts)
-    ids = np.repeat(np.arange(num_experts, dtype=np.int32), counts)[:, None]
-    batch = cases.oracle(ids, 0.5, num_experts=num_experts, hidden=H, intermediate=I)
-    tag = np.arange(1, num_experts + 1)
-    for w, value in ((batch.w_gate, 32), (batch.w_up, 1)):
-        w[:, 0, :2] = value
-    batch.w_down[:, 0] = (tag % 16)[:, None] / 32
-    batch.w_down[:, 1] = (tag // 16 * 16)[:, None] / 32
-    return batch
-
-
 @pytest.mark.parametrize("counts", [range(129), range(129, 258)], ids=["to 128", "from 129"])
 def test_every_number_of_rows_of_an_expert(counts: range) -> None:
-    batch = two_column_oracle(np.array(counts))
+    ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[:, None]
+    batch = fp8.two_column_oracle(ids, num_experts=len(counts), hidden=H, intermediate=I)
     np.testing.assert_array_equal(cases.counts(batch), counts)
     found = run(batch)
     compare.assert_results_exact(found, cases.dense(batch))
