@@ -66,7 +66,8 @@ __device__ __forceinline__ void PutRounded(const Staging& staging, const float (
 // The first of the two rows, 8 apart, of which a product leaves a thread its sums: of the
 // consumer's.
 __device__ __forceinline__ int ThreadRow() {
-  return threadIdx.x % kGroupThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
+  const int thread = ThreadAnew() % kGroupThreads;
+  return thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
 }
 
 // What a step does not do unless it says so.

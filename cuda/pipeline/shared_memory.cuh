@@ -102,6 +102,13 @@ struct SharedMemory {
 };
 static_assert(sizeof(SharedMemory) <= 232448, "a block has 227 KB");
 
+// The thread's index, of which the compiler makes nothing before this, to keep it meanwhile.
+__device__ __forceinline__ uint32_t ThreadAnew() {
+  uint32_t thread = threadIdx.x;
+  ptx::PinRegister(thread);
+  return thread;
+}
+
 __device__ __forceinline__ SharedMemory& BlockMemory() {
   return *static_cast<SharedMemory*>(ptx::DynamicSharedMemory());
 }
