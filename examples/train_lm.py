@@ -131,7 +131,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         intermediate=args.intermediate,
         experts=args.experts,
         choices=args.choices,
-        dtype=jax.numpy.bfloat16 if precision == "bf16" else jax.numpy.float32,
+        dtype=jax.numpy.float32 if precision == "float32" else jax.numpy.bfloat16,
         moe=MegaMoEConfig(precision=precision, backend=args.backend),
     )
 

@@ -8,6 +8,9 @@ from jax_megamoe.config import RouterConfig as RouterConfig
 from jax_megamoe.memory import MemoryPlan as MemoryPlan
 from jax_megamoe.memory import memory_plan as memory_plan
 from jax_megamoe.ops import mega_moe as mega_moe
+from jax_megamoe.quantization import QuantizedExperts as QuantizedExperts
+from jax_megamoe.quantization import QuantizedMatrix as QuantizedMatrix
+from jax_megamoe.quantization import quantize_expert_weights as quantize_expert_weights
 from jax_megamoe.router import Routing as Routing
 from jax_megamoe.router import route as route
 from jax_megamoe.router import update_selection_bias as update_selection_bias

@@ -15,8 +15,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_megamoe import _ffi, reference
-from jax_megamoe.config import KERNEL_MULTIPLE, Dims, MegaMoEConfig
+from jax_megamoe.config import KERNEL_MULTIPLE, KERNEL_PRECISIONS, Dims, MegaMoEConfig
 from jax_megamoe.memory import gate_up_array
+from jax_megamoe.quantization import NUM_ARRAYS, QuantizedExperts, from_arrays
 
 Array = jax.Array
 
@@ -38,7 +39,9 @@ def call_refusals(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -> list[
     """What "auto" finds in a call to run the reference for, on any machine; [] for nothing."""
     refusals = {
         'backend="reference" asks for it': config.backend == "reference",
-        f"the kernels have no precision {config.precision!r}": config.precision != "bf16",
+        f"the kernels have no precision {config.precision!r}": (
+            config.precision not in KERNEL_PRECISIONS
+        ),
         f"the kernels for experts on {R} GPUs are not measured yet, and run by name only": R > 1,
         f"H = {H} and I = {I} are not both multiples of {KERNEL_MULTIPLE}": (
             H % KERNEL_MULTIPLE or I % KERNEL_MULTIPLE
@@ -52,9 +55,11 @@ def forward(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: str | None,
+    quantized: QuantizedExperts | None,
     keep_gate_up: bool,
 ) -> tuple[Array, ...]:
     """As `reference.forward`, with the sums of the backend that runs."""
+    operands = (*arrays, *jax.tree.leaves(quantized))
     if _is_open(dims, config):
         x, *_ = arrays
         results = [
@@ -64,9 +69,9 @@ def forward(
         if keep_gate_up:
             kept = gate_up_array(dims)
             results.append(_ffi.result_type(x, kept.shape, kept.dtype))
-        return _bind(_forward_on, arrays, results, dims, config, keep_gate_up)
+        return _bind(_forward_on, operands, results, dims, config, keep_gate_up)
     options = {"dims": dims, "axis_name": axis_name, "keep_gate_up": keep_gate_up}
-    return _run(_forward_on, config, arrays, **options)
+    return _run(_forward_on, config, operands, **options)
 
 
 def backward(
@@ -74,12 +79,14 @@ def backward(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: str | None,
+    quantized: QuantizedExperts | None,
     gate_up: Array | None,
 ) -> tuple[Array, ...]:
     """As `reference.backward`, the gradients of weights and biases in their dtypes."""
     _, x, _, _, *experts = arrays
     takes_gate_up = gate_up is not None
-    operands = arrays if gate_up is None else (*arrays, gate_up)
+    kept = () if gate_up is None else (gate_up,)
+    operands = (*arrays, *kept, *jax.tree.leaves(quantized))
     if _is_open(dims, config):
         results = [
             _ffi.result_type(x, (dims.T, dims.H), x.dtype),
@@ -129,21 +136,34 @@ def _program(f: Callable[..., Any], *static: Any, **options: Any) -> Callable[..
     return run
 
 
-def _forward_on(backend: str, *arrays: Array, **options: Any) -> tuple[Array, ...]:
+def _forward_on(
+    backend: str, *operands: Array, config: MegaMoEConfig, **options: Any
+) -> tuple[Array, ...]:
+    arrays, quantized = _without_quantized(operands, config)
     run = _ffi.forward_call if backend == "cuda" else reference.forward
-    return run(*arrays, **options)
+    return run(*arrays, config=config, **quantized, **options)
 
 
 def _backward_on(
-    backend: str, *arrays: Array, keep_gate_up: bool, **options: Any
+    backend: str, *operands: Array, config: MegaMoEConfig, keep_gate_up: bool, **options: Any
 ) -> tuple[Array, ...]:
     """keep_gate_up: what the forward has kept is the last of the arrays."""
+    arrays, quantized = _without_quantized(operands, config)
     gate_up = arrays[-1] if keep_gate_up else None
     arrays = arrays[:-1] if keep_gate_up else arrays
     run = _ffi.backward_call if backend == "cuda" else reference.backward
-    dx, dw, *d_experts = run(*arrays, gate_up=gate_up, **options)
+    dx, dw, *d_experts = run(*arrays, gate_up=gate_up, config=config, **quantized, **options)
     experts = arrays[4:] if d_experts else ()
     return dx, dw, *(d.astype(a.dtype) for d, a in zip(d_experts, experts, strict=True))
+
+
+def _without_quantized(
+    operands: tuple[Array, ...], config: MegaMoEConfig
+) -> tuple[tuple[Array, ...], dict[str, QuantizedExperts]]:
+    """The operands before the quantised weights, and these as an argument, where there are any."""
+    if config.precision != "fp8_block":
+        return operands, {}
+    return operands[:-NUM_ARRAYS], {"quantized": from_arrays(operands[-NUM_ARRAYS:])}
 
 
 _pass_p = Primitive("mega_moe_pass")

@@ -8,7 +8,7 @@ import dataclasses
 
 from jax_megamoe import memory
 from jax_megamoe._backend import call_refusals
-from jax_megamoe._ffi import KERNEL_COMPUTE_CAPABILITY
+from jax_megamoe._ffi import KERNEL_COMPUTE_CAPABILITY, older_generation
 from jax_megamoe._machine import NOT_INSTALLED, Device, Facts
 from jax_megamoe.config import (
     INT32_MAX,
@@ -19,7 +19,14 @@ from jax_megamoe.config import (
     Dims,
     MegaMoEConfig,
 )
-from jax_megamoe.validation import check_choice, check_config, check_flag, check_size, refuse
+from jax_megamoe.validation import (
+    check_choice,
+    check_config,
+    check_flag,
+    check_groups,
+    check_size,
+    refuse,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +109,9 @@ def check_question(question: Question) -> None:
     check_size("K", dims.K, min(dims.E, MAX_CHOICES))
     check_size("H", dims.H, INT32_MAX)
     check_size("I", dims.I, INT32_MAX)
+    if question.config.precision == "fp8_block":
+        check_groups("H", H=dims.H)
+        check_groups("I", I=dims.I)
     if dims.R not in RANK_COUNTS:
         refuse(ValueError, "R", str(dims.R), f"one of {', '.join(map(str, RANK_COUNTS))}")
     if dims.E % dims.R:
@@ -158,8 +168,9 @@ def _of_device(facts: Facts, device: Device) -> list[str]:
     """Why a device runs no kernels of ours at all."""
     reasons = [] if facts.extension else [facts.missing]
     if device.compute_capability != KERNEL_COMPUTE_CAPABILITY:
+        older = older_generation(device.compute_capability)
         reasons.append(
-            f"its compute capability is {device.compute_capability}; the kernels run on "
+            f"its compute capability is {device.compute_capability}{older}; the kernels run on "
             f"{KERNEL_COMPUTE_CAPABILITY}"
         )
     elif facts.missing and facts.extension:

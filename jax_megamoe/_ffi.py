@@ -44,6 +44,8 @@ AxisName = str | tuple[str, ...] | None
 
 # What cuda/host/device.cc asks of a device, too.
 KERNEL_COMPUTE_CAPABILITY = "9.0"
+# The generations before it that people train on.
+_OLDER = {"8.0": "Ampere", "8.6": "Ampere", "8.7": "Ampere", "8.9": "Ada"}
 
 # The parts of each launch, as in cuda/shared/part.h. Forward: dispatch, gate_up, down, combine,
 # finish, which is nothing on one rank.
@@ -76,8 +78,17 @@ def missing() -> str:
     others = [d for d in devices if d.compute_capability != KERNEL_COMPUTE_CAPABILITY]
     if devices and not others:
         return ""
-    found = f"JAX sees a {others[0].device_kind} too" if others else "JAX sees no CUDA device"
+    found = "JAX sees no CUDA device"
+    if others:
+        older = older_generation(others[0].compute_capability)
+        found = f"JAX sees a {others[0].device_kind}{older} too"
     return f"the kernels run on H100, H200 and GH200 only; {found}"
+
+
+def older_generation(compute_capability: str) -> str:
+    """ " (Ampere)" or " (Ada)" for a device of these; "" for any other."""
+    name = _OLDER.get(compute_capability)
+    return f" ({name})" if name else ""
 
 
 _registration_lock = threading.Lock()

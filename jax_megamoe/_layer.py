@@ -15,6 +15,7 @@ from jax_megamoe._router_checks import check_mask
 from jax_megamoe.activation import gated, gated_unit
 from jax_megamoe.config import MegaMoEConfig, RouterConfig
 from jax_megamoe.ops import mega_moe
+from jax_megamoe.quantization import QuantizedExperts
 from jax_megamoe.router import route
 from jax_megamoe.sharding import sharded_mega_moe
 from jax_megamoe.validation import BIASES, check_array, refuse
@@ -115,14 +116,18 @@ def variables_of(layer: Layer) -> Iterator[Variable]:
 
 
 def apply_layer(
-    layer: Layer, values: Mapping[str, Array], x: Array, mask: Array | None
+    layer: Layer,
+    values: Mapping[str, Array],
+    x: Array,
+    mask: Array | None,
+    quantized_experts: QuantizedExperts | None,
 ) -> tuple[Array, MegaMoEAux]:
     """Routes each token to its experts and sums what they return.
 
     Args:
       layer: whose choices hold.
       values: of `variables_of(layer)` by their names.
-      x, mask: as the modules take them.
+      x, mask, quantized_experts: as the modules take them.
 
     Raises:
       TypeError, ValueError: as the modules.
@@ -150,6 +155,7 @@ def apply_layer(
     options = {f.name: getattr(layer.config, f.name) for f in dataclasses.fields(layer.config)}
     if layer.expert_bias:
         options |= {name: values[name] for name in BIASES}
+    options["quantized_experts"] = quantized_experts
     if layer.expert_axis is None:
         y = mega_moe(x, *routes, *weights, **options)
     else:
@@ -171,8 +177,8 @@ def _check_x(layer: Layer, x: Array) -> None:
 
 
 def _shared_experts(layer: Layer, values: Mapping[str, Array], x: Array) -> Array:
-    """float32 [..., H]: a dense gated MLP of every token, its activation, and bf16 or float32, as
-    the config says.
+    """float32 [..., H]: a dense gated MLP of every token, its activation as the config says, in
+    float32 with precision "float32" and else in bf16.
 
     With `shared_gate` times sigmoid(x shared_router), as Qwen2-MoE does.
     """

@@ -9,7 +9,9 @@ One dimension key serves the whole project, in annotations, comments and error m
 
 import dataclasses
 
-PRECISIONS = ("bf16", "float32")
+PRECISIONS = ("bf16", "float32", "fp8_block")
+# Those that the CUDA kernels have.
+KERNEL_PRECISIONS = ("bf16",)
 ACTIVATIONS = ("swiglu", "geglu")
 BACKENDS = ("auto", "cuda", "reference")
 SAVES = ("none", "gate_up")
@@ -31,6 +33,8 @@ WAIT_DEADLINE_S = 600.0
 MAX_SLOTS = INT32_MAX - MAX_EXPERTS * TILE_ROWS
 # H and I of the CUDA kernels.
 KERNEL_MULTIPLE = 64
+# Columns, and of weights rows too, that share a scale in precision "fp8_block".
+FP8_GROUP = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,10 @@ class MegaMoEConfig:
 
     Attributes:
       precision: "bf16" rounds operands and intermediates where the bf16 kernels do and accumulates
-        in float32; "float32" rounds nowhere and exists in the reference backend only.
+        in float32; "float32" rounds nowhere and exists in the reference backend only. "fp8_block"
+        multiplies with the weights in FP8, rows in groups of 128 and weights in blocks of 128 x 128
+        with power-of-two scales (docs/fp8.md); the rest, weight gradients too, is as in "bf16". H
+        and I are multiples of 128 then. So far it exists in the reference backend only.
       activation: h of g = x Wg and u = x Wu, biases included. "swiglu": silu(g) u. "geglu":
         gelu(g) u, in gelu's tanh form, as `jax.nn.gelu` by default. Or a `ClampedSwiGLU`.
       backend: "cuda" (the kernels), "reference" (pure JAX, any platform) or "auto": the kernels in

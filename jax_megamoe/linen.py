@@ -12,6 +12,7 @@ from jax_megamoe import _layer
 from jax_megamoe._layer import MegaMoEAux as MegaMoEAux
 from jax_megamoe._layer_checks import check_layer
 from jax_megamoe.config import MegaMoEConfig, RouterConfig
+from jax_megamoe.quantization import QuantizedExperts
 
 # The collection of the selection bias, which is no parameter.
 STATE = "router_state"
@@ -54,10 +55,16 @@ class MegaMoE(nn.Module):
         super().__post_init__()
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, MegaMoEAux]:
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        quantized_experts: QuantizedExperts | None = None,
+    ) -> tuple[jax.Array, MegaMoEAux]:
         """As `jax_megamoe.nnx.MegaMoE`: y [..., H] of x [..., H], the losses and the load."""
         values = {v.name: self._value(v) for v in _layer.variables_of(self)}
-        y, aux = _layer.apply_layer(self, values, x, mask)
+        y, aux = _layer.apply_layer(self, values, x, mask, quantized_experts)
         self.sow("intermediates", "aux", aux)
         return y, aux
 

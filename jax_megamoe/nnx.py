@@ -11,6 +11,7 @@ from jax_megamoe import _layer
 from jax_megamoe._layer import MegaMoEAux as MegaMoEAux
 from jax_megamoe._layer_checks import check_layer
 from jax_megamoe.config import MegaMoEConfig, RouterConfig
+from jax_megamoe.quantization import QuantizedExperts
 from jax_megamoe.validation import refuse
 
 
@@ -133,7 +134,13 @@ class MegaMoE(nnx.Module):
             kind: Any = SelectionBias if v.is_state else nnx.Param
             setattr(self, v.name, kind(value, out_sharding=v.spec, eager_sharding=mesh_is_set))
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, MegaMoEAux]:
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        quantized_experts: QuantizedExperts | None = None,
+    ) -> tuple[jax.Array, MegaMoEAux]:
         """Routes each token to its experts and sums what they return.
 
         Args:
@@ -141,6 +148,9 @@ class MegaMoE(nnx.Module):
             a multiple of the number of devices along (*data_axes, expert_axis).
           mask: bool [...], False for padding: such a token gives y = 0 and no statistic counts it,
             whatever its x holds.
+          quantized_experts: with `config.precision="fp8_block"`, of `quantize_expert_weights` of
+            this layer's w_gate, w_up and w_down, for calls that share it; None: the call quantises
+            for itself, to the same bits.
 
         Returns:
           y [..., H] in `dtype`, and the losses and the load of this call.
@@ -150,4 +160,4 @@ class MegaMoE(nnx.Module):
             that is not floating or whose last dimension is not H.
         """
         values = {v.name: getattr(self, v.name)[...] for v in _layer.variables_of(self)}
-        return _layer.apply_layer(self, values, x, mask)
+        return _layer.apply_layer(self, values, x, mask, quantized_experts)

@@ -18,17 +18,23 @@ in the forward; g, u, d(g, u), w h and the rows of dx in the backward; y and dx 
 are not: they are added to float32 products, before g, u and o are rounded. With
 combine_dtype="bfloat16" and several ranks also each rank's sum of a token, in both passes, which
 depends on how many ranks there are.
+
+Of precision="fp8_block" the same, except that products with the weights take the numbers that FP8
+codes stand for (`quantization`): weights as given in FP8, and of x, h, dy, dg and du what rounding
+by groups of 128 leaves, h from float32, the others from what is rounded to bf16 already. Weight
+gradients, router gradients and those of biases take what they take in "bf16".
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_megamoe._recipe import recipe_of, to_bf16
 from jax_megamoe.activation import gated, gated_unit, gated_with_gradients
 from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
+from jax_megamoe.quantization import QuantizedExperts, dequantize
 
 Array = jax.Array
 
@@ -71,6 +77,7 @@ def forward(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: str | None,
+    quantized: QuantizedExperts | None = None,
     keep_gate_up: bool = False,
 ) -> tuple[Array, ...]:
     """The layer's output and the load of this rank's experts.
@@ -81,25 +88,27 @@ def forward(
       expert_weight: [T, K] bf16 or float32.
       experts: w_gate, w_up [E/R, H, I] and w_down [E/R, I, H], bf16 or float32; then, with biases,
         b_gate, b_up [E/R, I] and b_down [E/R, H], bf16 or float32.
+      quantized: the weights of precision="fp8_block", which takes no others; of the two orders of
+        the codes the natural one is read.
 
     Returns:
       y [T, H] in the dtype of x, and the rows of each local expert, int32 [E/R]; with keep_gate_up
       also g beside u of every pool row, [P, 2I], as `backward` rounds them: bf16, or float32 with
       precision="float32".
     """
-    round_ = _rounding(config.precision)
+    recipe = recipe_of(config.precision)
     xs, ids, ws = (
-        _gather(a, axis_name) for a in (round_(_f32(x)), expert_idx, _f32(expert_weight))
+        _gather(a, axis_name) for a in (recipe.stored(_f32(x)), expert_idx, _f32(expert_weight))
     )
-    of = _experts(experts, config)
+    of = _experts(experts, quantized, config)
     rows, unit = _arrange(ids, dims, axis_name), gated_unit(config.activation)
 
     def tile(i: Array, carry: list[Array]) -> list[Array]:
         pool, *gate_up = carry
         t = _tile(rows, i)
-        g, u = _gate_up(_take(xs, t, dims.K), of, t.expert)
-        h = round_(gated(unit, g, u))
-        o = round_(_plus(_dot(h, of.w_down[t.expert]), of.b_down, t.expert))
+        g, u = _gate_up(recipe.operand(_take(xs, t, dims.K)), of, t.expert)
+        h = recipe.operand(gated(unit, g, u))
+        o = recipe.stored(_plus(_dot(h, of.w_down[t.expert]), of.b_down, t.expert))
         pool = _put_rows(pool, i, _slot_weight(ws, t) * o)
         return [pool, *(_put_gate_up(a, i, g, u) for a in gate_up)]
 
@@ -107,7 +116,7 @@ def forward(
     if keep_gate_up:
         carry.append(_gate_up_pool(dims, config, xs))
     pool, *gate_up = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
-    y = round_(_combine(pool, rows, dims, config, axis_name))
+    y = recipe.stored(_combine(pool, rows, dims, config, axis_name))
     return y.astype(x.dtype), rows.counts, *gate_up
 
 
@@ -120,6 +129,7 @@ def backward(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: str | None,
+    quantized: QuantizedExperts | None = None,
     gate_up: Array | None = None,
 ) -> tuple[Array, ...]:
     """The gradients, from the inputs alone or also from what `forward` kept of the same inputs.
@@ -131,12 +141,12 @@ def backward(
       dx [T, H] in the dtype of x, d(expert_weight) float32 [T, K] and, if config.trainable_experts,
       the gradient of each of `experts`, float32: this rank's sums over the tokens of all R ranks.
     """
-    round_ = _rounding(config.precision)
+    recipe = recipe_of(config.precision)
     dys, xs, ids, ws = (
         _gather(a, axis_name)
-        for a in (round_(_f32(dy)), round_(_f32(x)), expert_idx, _f32(expert_weight))
+        for a in (recipe.stored(_f32(dy)), recipe.stored(_f32(x)), expert_idx, _f32(expert_weight))
     )
-    of = _experts(experts, config)
+    of = _experts(experts, quantized, config)
     rows, unit = _arrange(ids, dims, axis_name), gated_unit(config.activation)
 
     # Computed again in a loop of its own: so what follows is one program, and gives the same bits.
@@ -147,40 +157,47 @@ def backward(
         t = _tile(rows, i)
         x_rows, dy_rows, w = _take(xs, t, dims.K), _take(dys, t, dims.K), _slot_weight(ws, t)
         g, u = jnp.split(_f32(_tile_rows(pool, i)), 2, axis=1)
-        dh = _dot(dy_rows, of.w_down[t.expert], transpose_b=True)
+        dh = _dot(recipe.operand(dy_rows), of.w_down[t.expert], transpose_b=True)
         h, dg, du = gated_with_gradients(unit, g, u, w * dh)
         dw = jnp.sum(h * dh, axis=1, keepdims=True)
         if of.b_down is not None:
             dw += jnp.sum(dy_rows * of.b_down[t.expert][None], axis=1, keepdims=True)
-        dg, du = round_(dg), round_(du)
-        dx = _dot(dg, of.w_gate[t.expert], transpose_b=True)
-        dx = round_(dx + _dot(du, of.w_up[t.expert], transpose_b=True))
+        dg, du = recipe.stored(dg), recipe.stored(du)
+        dx = _dot(recipe.operand(dg), of.w_gate[t.expert], transpose_b=True)
+        dx += _dot(recipe.operand(du), of.w_up[t.expert], transpose_b=True)
         if d_experts:
-            dg, du, wh = (jnp.where(t.is_row, a, 0) for a in (dg, du, round_(w * h)))
+            dg, du, wh = (jnp.where(t.is_row, a, 0) for a in (dg, du, recipe.stored(w * h)))
             terms = [_dot_t(x_rows, dg), _dot_t(x_rows, du), _dot_t(wh, dy_rows)]
             if of.b_down is not None:
                 terms += [jnp.sum(a, axis=0) for a in (dg, du, w * dy_rows)]
             d_experts = [a.at[t.expert].add(term) for a, term in zip(d_experts, terms, strict=True)]
-        return (_put_rows(dx_pool, i, dx), _put_rows(dw_pool, i, dw), *d_experts)
+        dx_pool = _put_rows(dx_pool, i, recipe.stored(dx))
+        return (dx_pool, _put_rows(dw_pool, i, dw), *d_experts)
 
     trained = experts if config.trainable_experts else ()
     shapes = [(dims.most_rows, dims.H), (dims.most_rows, 1), *(a.shape for a in trained)]
     carry = tuple(_zeros_like_vma(shape, xs) for shape in shapes)
     dx_pool, dw_pool, *d_experts = lax.fori_loop(0, rows.tile_end[-1], tile, carry)
-    dx = round_(_combine(dx_pool, rows, dims, config, axis_name))
+    dx = recipe.stored(_combine(dx_pool, rows, dims, config, axis_name))
     dw = jnp.where(rows.slot_block >= 0, dw_pool[rows.slot_row, 0], 0)
     dw = _exchange(dw.reshape(dims.R, dims.T, dims.K), axis_name)
     return dx.astype(x.dtype), dw, *d_experts
 
 
-def _experts(experts: tuple[Array, ...], config: MegaMoEConfig) -> _Experts:
+def _experts(
+    experts: tuple[Array, ...], quantized: QuantizedExperts | None, config: MegaMoEConfig
+) -> _Experts:
     """The experts of a call, as products and sums take them."""
-    round_, biases = _rounding(config.precision), tuple(map(_f32, experts[3:]))
-    return _Experts(*(round_(_f32(w)) for w in experts[:3]), *(biases or (None,) * 3))
+    stored, biases = recipe_of(config.precision).stored, tuple(map(_f32, experts[3:]))
+    if quantized is None:
+        weights = [stored(_f32(w)) for w in experts[:3]]
+    else:
+        weights = map(dequantize, quantized)
+    return _Experts(*weights, *(biases or (None,) * 3))
 
 
 def _gate_up(x_rows: Array, of: _Experts, expert: Array) -> tuple[Array, Array]:
-    """g and u of the rows of a tile, float32 [TILE_ROWS, I]."""
+    """g and u of the rows of a tile, as a product takes them, float32 [TILE_ROWS, I]."""
     g = _plus(_dot(x_rows, of.w_gate[expert]), of.b_gate, expert)
     return g, _plus(_dot(x_rows, of.w_up[expert]), of.b_up, expert)
 
@@ -191,19 +208,13 @@ def _plus(product: Array, bias: Array | None, expert: Array) -> Array:
 
 def _recompute(xs: Array, rows: _Rows, of: _Experts, dims: Dims, config: MegaMoEConfig) -> Array:
     """g beside u of every pool row, [P, 2I], as `forward` keeps them."""
+    operand = recipe_of(config.precision).operand
 
     def tile(i: Array, pool: Array) -> Array:
         t = _tile(rows, i)
-        return _put_gate_up(pool, i, *_gate_up(_take(xs, t, dims.K), of, t.expert))
+        return _put_gate_up(pool, i, *_gate_up(operand(_take(xs, t, dims.K)), of, t.expert))
 
     return lax.fori_loop(0, rows.tile_end[-1], tile, _gate_up_pool(dims, config, xs))
-
-
-def _rounding(precision: str):
-    """Rounding to bf16 that XLA may not remove, as it may a pair of conversions."""
-    if precision == "bf16":
-        return functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
-    return lambda a: a
 
 
 def _f32(a: Array) -> Array:
@@ -290,7 +301,7 @@ def _put_rows(pool: Array, i: Array, tile_rows: Array) -> Array:
 
 def _gate_up_pool(dims: Dims, config: MegaMoEConfig, like: Array) -> Array:
     """An empty pool of g beside u, [P, 2I], in the dtype to which the backward rounds them."""
-    dtype = jnp.bfloat16 if config.precision == "bf16" else jnp.float32
+    dtype = recipe_of(config.precision).gate_up_dtype
     return _zeros_like_vma((dims.most_rows, 2 * dims.I), like, dtype)
 
 
@@ -319,7 +330,7 @@ def _combine(
     sums = lax.fori_loop(0, dims.K, add_choice, sums)
     root = _tree_sum([sums[:, b] for b in range(num_blocks)])
     if dims.R > 1 and config.combine_dtype == "bfloat16":
-        root = _rounding("bf16")(root)
+        root = to_bf16(root)
     return _exchange(root.reshape(dims.R, dims.T, dims.H), axis_name)
 
 

@@ -10,8 +10,10 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_megamoe._ids import canonical_ids, checked
+from jax_megamoe._quantized_checks import check_quantized
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.ops import ArrayLike, apply, apply_keeping, name_kept, vary_alike
+from jax_megamoe.quantization import QuantizedExperts
 from jax_megamoe.validation import check_sharded_call, given_biases, make_config
 
 Array = jax.Array
@@ -28,6 +30,7 @@ def sharded_mega_moe(
     b_gate: ArrayLike | None = None,
     b_up: ArrayLike | None = None,
     b_down: ArrayLike | None = None,
+    quantized_experts: QuantizedExperts | None = None,
     expert_axis: str,
     data_axes: Sequence[str] = (),
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
@@ -44,6 +47,7 @@ def sharded_mega_moe(
       x: [T, ..., H]; expert_idx, expert_weight: [T, ..., K]. T is a multiple of the number of
         devices that it is split over. Dtypes as in `mega_moe`.
       w_gate, w_up: [E, H, I]; w_down: [E, I, H]; b_gate, b_up: [E, I] and b_down: [E, H], or None.
+      quantized_experts: as for `mega_moe`, of all E experts.
       expert_axis: the mesh axis of the experts, of size 1, 2, 4 or 8.
       data_axes: further mesh axes that split the tokens; those that are manual already are left
         out. Devices along axes that are named nowhere do the same work.
@@ -65,14 +69,16 @@ def sharded_mega_moe(
     free_data_axes = check_sharded_call(
         *arrays, config=config, mesh=mesh, expert_axis=expert_axis, data_axes=data_axes
     )
+    check_quantized(quantized_experts, w_gate, config, mesh=mesh)
     if isinstance(expert_idx, np.ndarray):
         if config.debug_checks:
             expert_idx = checked(expert_idx, num_experts=w_gate.shape[0])
         expert_idx = canonical_ids(expert_idx, num_experts=w_gate.shape[0])
     call = _Call(mesh, expert_axis, free_data_axes, config, len(experts))
-    operands = vary_alike(*map(jnp.asarray, (x, expert_idx, expert_weight, *experts)))
+    quantized, *operands = vary_alike(quantized_experts, x, expert_idx, expert_weight, *experts)
+    quantized = jax.tree.map(lambda a: call.reshard(a, call.of_experts), quantized)
     resharded = [call.reshard(a, spec) for a, spec in zip(operands, call.specs, strict=True)]
-    y, counts = _sharded(call, *resharded)
+    y, counts = _sharded(call, quantized, *resharded)
     y = call.reshard(y, jax.typeof(x).sharding.spec)
     return (y, counts) if config.return_counts else y
 
@@ -88,17 +94,27 @@ class _Call:
     num_expert_arrays: int
 
     @property
+    def of_tokens(self) -> PartitionSpec:
+        return PartitionSpec((*self.data_axes, self.expert_axis))
+
+    @property
+    def of_experts(self) -> PartitionSpec:
+        """Of what belongs to the experts, and of each array of their quantised weights."""
+        return PartitionSpec(self.expert_axis)
+
+    @property
     def specs(self) -> tuple[PartitionSpec, ...]:
         """Of x, expert_idx, expert_weight, the experts' weights and, if there are any, biases."""
-        tokens = PartitionSpec((*self.data_axes, self.expert_axis))
-        return (tokens,) * 3 + (PartitionSpec(self.expert_axis),) * self.num_expert_arrays
+        return (self.of_tokens,) * 3 + (self.of_experts,) * self.num_expert_arrays
 
-    def op(self, *arrays: Array) -> tuple[Array, Array]:
-        y, counts = apply(self.config, self.expert_axis, *arrays)
+    def op(self, quantized: QuantizedExperts | None, *arrays: Array) -> tuple[Array, Array]:
+        y, counts = apply(self.config, self.expert_axis, *arrays, quantized=quantized)
         return y, self.over_data(counts)
 
-    def op_keeping(self, *arrays: Array) -> tuple[Array, Array, tuple[Array, ...]]:
-        y, counts, kept = apply_keeping(self.config, self.expert_axis, *arrays)
+    def op_keeping(
+        self, quantized: QuantizedExperts | None, *arrays: Array
+    ) -> tuple[Array, Array, tuple[Array, ...]]:
+        y, counts, kept = apply_keeping(self.config, self.expert_axis, *arrays, quantized=quantized)
         return y, self.over_data(counts), kept
 
     def over_data(self, counts: Array) -> Array:
@@ -126,36 +142,45 @@ class _Call:
 # config.save keeps and nothing else, and a shard_map nested in one that is manual over the data
 # axes can be differentiated at all: JAX 0.11 would shard its residuals over axes that are manual
 # already.
-def _evaluate(call: _Call, *arrays: Array) -> tuple[Array, Array]:
-    tokens, experts = call.specs[0], call.specs[3]
-    return call.shard_map(call.op, call.specs, (tokens, experts))(*arrays)
+def _evaluate(
+    call: _Call, quantized: QuantizedExperts | None, *arrays: Array
+) -> tuple[Array, Array]:
+    out_specs = (call.of_tokens, call.of_experts)
+    return call.shard_map(call.op, (call.of_experts, *call.specs), out_specs)(quantized, *arrays)
 
 
-def _sharded_fwd(call: _Call, *arrays: Array):
-    tokens, experts = call.specs[0], call.specs[3]
-    y, counts, kept = call.shard_map(call.op_keeping, call.specs, (tokens, experts, tokens))(
-        *arrays
-    )
-    return (y, counts), (arrays, name_kept(kept))
+def _sharded_fwd(call: _Call, quantized: QuantizedExperts | None, *arrays: Array):
+    out_specs = (call.of_tokens, call.of_experts, call.of_tokens)
+    run = call.shard_map(call.op_keeping, (call.of_experts, *call.specs), out_specs)
+    y, counts, kept = run(quantized, *arrays)
+    return (y, counts), (arrays, quantized, name_kept(kept))
 
 
 def _sharded_bwd(
     call: _Call,
-    residuals: tuple[tuple[Array, ...], tuple[Array, ...]],
+    residuals: tuple[tuple[Array, ...], QuantizedExperts | None, tuple[Array, ...]],
     cotangents: tuple[ArrayLike, object],
 ):
-    def gradient(kept: tuple[Array, ...], dy: Array, x: Array, expert_idx: Array, *rest: Array):
+    def gradient(
+        kept: tuple[Array, ...],
+        quantized: QuantizedExperts | None,
+        dy: Array,
+        x: Array,
+        expert_idx: Array,
+        *rest: Array,
+    ):
         def of_floats(x: Array, *rest: Array) -> Array:
-            arrays = (x, expert_idx, *rest)
-            return apply(call.config, call.expert_axis, *arrays, kept=kept)[0]
+            given = {"quantized": quantized, "kept": kept}
+            return apply(call.config, call.expert_axis, x, expert_idx, *rest, **given)[0]
 
         return jax.vjp(of_floats, x, *rest)[1](dy)
 
-    arrays, kept = residuals
+    arrays, quantized, kept = residuals
     tokens, _, *specs = call.specs
-    run = call.shard_map(gradient, (tokens, tokens, *call.specs), (tokens, *specs))
-    dx, *rest = run(kept, jnp.asarray(cotangents[0]), *arrays)
-    return dx, np.zeros(arrays[1].shape, jax.dtypes.float0), *rest
+    in_specs = (tokens, call.of_experts, tokens, *call.specs)
+    run = call.shard_map(gradient, in_specs, (tokens, *specs))
+    dx, *rest = run(kept, quantized, jnp.asarray(cotangents[0]), *arrays)
+    return None, dx, np.zeros(arrays[1].shape, jax.dtypes.float0), *rest
 
 
 _sharded = jax.custom_vjp(_evaluate, nondiff_argnums=(0,))

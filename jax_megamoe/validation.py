@@ -16,8 +16,10 @@ from jax_megamoe.config import (
     ACTIVATIONS,
     BACKENDS,
     COMBINE_DTYPES,
+    FP8_GROUP,
     INT32_MAX,
     KERNEL_MULTIPLE,
+    KERNEL_PRECISIONS,
     MAX_CHOICES,
     MAX_EXPERTS,
     MAX_SLOTS,
@@ -154,19 +156,21 @@ def check_config(config: MegaMoEConfig) -> None:
     check_pool_factor(config.pool_factor)
     for name in ("trainable_experts", "return_counts", "debug_checks"):
         check_flag(name, getattr(config, name))
-    if config.backend == "cuda" and config.precision == "float32":
+    if config.backend == "cuda" and config.precision not in KERNEL_PRECISIONS:
         refuse(
             ValueError,
             "precision",
-            "'float32' with backend='cuda'",
-            "'bf16' there; 'float32' exists with backend='reference' only",
+            f"{config.precision!r} with backend='cuda'",
+            f"{_one_of(KERNEL_PRECISIONS)} there; {config.precision!r} exists with "
+            "backend='reference' only",
         )
     if config.combine_dtype == "bfloat16" and config.precision == "float32":
         refuse(
             ValueError,
             "combine_dtype",
             "'bfloat16' with precision='float32'",
-            "'float32' there, where nothing is rounded; 'bfloat16' goes with precision='bf16'",
+            "'float32' there, where nothing is rounded; 'bfloat16' goes with precision='bf16' "
+            "and 'fp8_block'",
         )
 
 
@@ -192,9 +196,9 @@ def check_call(
     _check_arrays(*arrays)
     _check_routes(x, expert_idx, expert_weight)
     w_gate, w_up, w_down, *biases = experts
-    _check_weights(x, w_gate, w_up, w_down)
+    check_weights(w_gate, w_up, w_down, hidden=x.shape[-1])
     _check_biases(w_gate, biases)
-    _check_whole(*arrays)
+    check_whole(dict(zip(NAMES, arrays, strict=False)))
     dims = Dims(
         T=math.prod(x.shape[:-1]),
         K=expert_idx.shape[-1],
@@ -232,10 +236,10 @@ def check_sharded_call(
     _check_arrays(*arrays)
     _check_routes(x, expert_idx, expert_weight)
     w_gate, w_up, w_down, *biases = experts
-    _check_weights(x, w_gate, w_up, w_down)
+    check_weights(w_gate, w_up, w_down, hidden=x.shape[-1])
     _check_biases(w_gate, biases)
     check_mesh(mesh, expert_axis, data_axes)
-    _check_same_mesh(mesh, *arrays)
+    check_same_mesh(mesh, dict(zip(NAMES, arrays, strict=False)))
     free = tuple(a for a in data_axes if a not in mesh.manual_axes)
     check_split("w_gate", w_gate.shape[0], mesh, expert_axis)
     num_parts = math.prod(mesh.shape[a] for a in (*free, expert_axis))
@@ -304,14 +308,14 @@ def check_split(argument: str, num_experts: int, mesh: Any, expert_axis: str) ->
         )
 
 
-def _check_same_mesh(mesh: Any, *arrays: Any) -> None:
+def check_same_mesh(mesh: Any, arrays: dict[str, Any]) -> None:
     """One program has one mesh: the given one, the one that is set, and that of the arrays."""
     set_mesh = jax.sharding.get_abstract_mesh()
     if not set_mesh.empty and mesh.abstract_mesh != set_mesh:
         refuse(
             ValueError, "mesh", f"{mesh} where {set_mesh} is set", "left out, or equal to that one"
         )
-    for name, value in zip(NAMES, arrays, strict=False):
+    for name, value in arrays.items():
         sharding = jax.typeof(value).sharding
         if any(sharding.spec) and sharding.mesh.shape != mesh.shape:
             refuse(
@@ -333,7 +337,7 @@ def _check_rank_count(argument: str, num_ranks: int) -> None:
 
 
 def _one_of(choices: Sequence[object]) -> str:
-    return "one of " + ", ".join(repr(c) for c in choices)
+    return ("one of " if len(choices) > 1 else "") + ", ".join(repr(c) for c in choices)
 
 
 def _axis_size(axis_name: str | None) -> int:
@@ -357,12 +361,9 @@ def _axis_size(axis_name: str | None) -> int:
 def _check_arrays(*arrays: Any) -> None:
     given = dict(zip(NAMES, arrays, strict=False))
     expert_idx = given["expert_idx"]
-    floats = {name: value for name, value in given.items() if name != "expert_idx"}
     for name, value in given.items():
         check_array(name, value)
-    for name, value in floats.items():
-        if str(value.dtype) not in FLOAT_DTYPES:
-            refuse(TypeError, name, f"of dtype {value.dtype}", f"of dtype {_one_of(FLOAT_DTYPES)}")
+    check_floats({name: value for name, value in given.items() if name != "expert_idx"})
     is_numpy = isinstance(expert_idx.dtype, np.dtype)
     if not is_numpy or not np.issubdtype(expert_idx.dtype, np.integer):
         refuse(
@@ -371,15 +372,22 @@ def _check_arrays(*arrays: Any) -> None:
             f"of dtype {expert_idx.dtype}",
             "of an integer dtype of 8 to 64 bits; ids outside [0, E) are no route",
         )
+
+
+def check_floats(given: dict[str, Any]) -> None:
+    """Raises TypeError unless all arrays are floating, weights of one dtype and biases of one."""
+    for name, value in given.items():
+        if str(value.dtype) not in FLOAT_DTYPES:
+            refuse(TypeError, name, f"of dtype {value.dtype}", f"of dtype {_one_of(FLOAT_DTYPES)}")
     for first, *others in (WEIGHTS, BIASES):
         for name in others:
             if name in given and (dtype := given[name].dtype) != (wanted := given[first].dtype):
                 refuse(TypeError, name, f"of dtype {dtype}", f"of {first}'s dtype {wanted}")
 
 
-def _check_whole(*arrays: Any) -> None:
+def check_whole(arrays: dict[str, Any]) -> None:
     """The op sees what one device holds; an array split over explicit mesh axes is more."""
-    for name, value in zip(NAMES, arrays, strict=False):
+    for name, value in arrays.items():
         spec = jax.typeof(value).sharding.spec
         if any(spec):
             refuse(
@@ -412,22 +420,35 @@ def _check_routes(x: Any, expert_idx: Any, expert_weight: Any) -> None:
         )
 
 
-def _check_weights(x: Any, w_gate: Any, w_up: Any, w_down: Any) -> None:
+def check_weights(w_gate: Any, w_up: Any, w_down: Any, hidden: int | None = None) -> None:
+    """Raises ValueError unless the shapes fit each other and, where it is given, x's H."""
     if w_gate.ndim != 3:
         refuse(ValueError, "w_gate", f"of shape {w_gate.shape}", "[E/R, H, I], input before output")
-    num_local, hidden, intermediate = w_gate.shape
-    if hidden != x.shape[-1]:
+    num_local, of_weights, intermediate = w_gate.shape
+    if hidden is not None and hidden != of_weights:
         refuse(
             ValueError,
             "w_gate",
             f"of shape {w_gate.shape}",
-            f"[E/R, H, I] with H = {x.shape[-1]}, the last dimension of x",
+            f"[E/R, H, I] with H = {hidden}, the last dimension of x",
         )
     if w_up.shape != w_gate.shape:
         refuse(ValueError, "w_up", f"of shape {w_up.shape}", f"of w_gate's shape {w_gate.shape}")
-    down = (num_local, intermediate, hidden)
+    down = (num_local, intermediate, of_weights)
     if w_down.shape != down:
         refuse(ValueError, "w_down", f"of shape {w_down.shape}", f"[E/R, I, H] = {down}")
+
+
+def check_groups(argument: str, **sizes: int) -> None:
+    """Raises ValueError for a size, named by its letter, that groups of FP8 do not divide."""
+    for letter, size in sizes.items():
+        if size % FP8_GROUP:
+            refuse(
+                ValueError,
+                argument,
+                f"of {letter} = {size} with precision='fp8_block'",
+                f"of {letter} a multiple of {FP8_GROUP} there; precision='bf16' takes any size",
+            )
 
 
 def _check_biases(w_gate: Any, biases: Sequence[Any]) -> None:

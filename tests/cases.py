@@ -146,6 +146,10 @@ def bf16_rounded(a: np.ndarray) -> np.ndarray:
     return a.astype(F32).astype(BF16).astype(np.float64)
 
 
+# What a product with the weights takes in the place of an operand, by its name: "x", "h", "dy",
+# "dg", "du" [rows, D], and the weights of one expert, by their names in a batch.
+Operand = Callable[[str, np.ndarray], np.ndarray]
+
 # What precision="bf16" rounds: on entry, in the forward, in the backward, at the roots.
 ROUNDINGS = ("inputs", "h", "o", "g", "u", "dg", "du", "dx rows", "w h", "y", "dx")
 
@@ -156,12 +160,18 @@ def dense(batch: Batch, rounded: Collection[str] = ()) -> Results:
 
 
 def dense_of(
-    batch: Batch, unit: Unit, biases: Biases, rounded: Collection[str] = ()
+    batch: Batch,
+    unit: Unit,
+    biases: Biases,
+    rounded: Collection[str] = (),
+    operand: Operand = lambda name, a: a,
 ) -> tuple[Results, Biases]:
     """The layer and its gradients as the formulas read, in float64, one expert after another.
 
     unit: of `gated.UNITS`. rounded: what is rounded to bf16 on the way; see ROUNDINGS, and
-    "biases", which nothing rounds. The second result has the gradients of the biases.
+    "biases", which nothing rounds. operand: what else happens to operands of the products with the
+    weights; weight gradients take them without it. The second result has the gradients of the
+    biases.
     """
 
     def round_(name: str, a: np.ndarray) -> np.ndarray:
@@ -176,14 +186,19 @@ def dense_of(
     for e in range(batch.num_experts):
         token, slot = np.nonzero(batch.expert_idx == e)
         x_e, dy_e, w_e = x[token], dy[token], w[token, slot][:, None]
-        g, u = x_e @ w_gate[e] + b_gate[e], x_e @ w_up[e] + b_up[e]
-        h = round_("h", unit(g, u)[0])
-        np.add.at(y, token, w_e * round_("o", h @ w_down[e] + b_down[e]))
+        gate, up, down = (
+            operand(name, a[e])
+            for name, a in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down))
+        )
+        g, u = operand("x", x_e) @ gate + b_gate[e], operand("x", x_e) @ up + b_up[e]
+        h = operand("h", round_("h", unit(g, u)[0]))
+        np.add.at(y, token, w_e * round_("o", h @ down + b_down[e]))
         # The backward computes g and u again.
         g, u = round_("g", g), round_("u", u)
-        (h, slope_g, slope_u), dh = unit(g, u), dy_e @ w_down[e].T
+        (h, slope_g, slope_u), dh = unit(g, u), operand("dy", dy_e) @ down.T
         dg, du = round_("dg", w_e * dh * slope_g), round_("du", w_e * dh * slope_u)
-        np.add.at(dx, token, round_("dx rows", dg @ w_gate[e].T + du @ w_up[e].T))
+        dx_e = operand("dg", dg) @ gate.T + operand("du", du) @ up.T
+        np.add.at(dx, token, round_("dx rows", dx_e))
         dw[token, slot] = np.sum(h * dh, axis=1) + dy_e @ b_down[e]
         dw_gate[e], dw_up[e] = x_e.T @ dg, x_e.T @ du
         dw_down[e] = round_("w h", w_e * h).T @ dy_e

@@ -41,9 +41,10 @@ REMAT_POLICIES = {
 }
 
 
-def batch(*, hidden: int = H, dtype: np.dtype = F32) -> Batch:
+def batch(*, hidden: int = H, intermediate: int = I, dtype: np.dtype = F32) -> Batch:
     ids = ROUTINGS["distinct"](tokens=T, choices=K, experts=E)
-    return cases.normal(ids, num_experts=E, hidden=hidden, intermediate=I, dtype=dtype)
+    widths: dict[str, Any] = {"hidden": hidden, "intermediate": intermediate}
+    return cases.normal(ids, num_experts=E, **widths, dtype=dtype)
 
 
 @pytest.fixture
@@ -90,20 +91,23 @@ def test_elsewhere_it_is_the_reference() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    ("options", "hidden"),
+    ("options", "widths"),
     [
-        ({"precision": "float32"}, H),
-        ({"backend": "reference"}, H),
-        ({}, 96),
+        ({"precision": "float32"}, (H, I)),
+        ({"precision": "fp8_block"}, (128, 128)),
+        ({"backend": "reference"}, (H, I)),
+        ({}, (96, I)),
     ],
-    ids=["precision", "reference", "H"],
+    ids=["precision", "fp8", "reference", "H"],
 )
 def test_what_the_kernels_do_not_take_is_the_reference(
-    options: dict[str, Any], hidden: int
+    options: dict[str, Any], widths: tuple[int, int]
 ) -> None:
     config = MegaMoEConfig(**options)
-    assert reason_for_reference(config, H=hidden, I=I) != ""
-    assert "jax_megamoe" not in lower_for_cuda(program(**options), *batch(hidden=hidden))
+    hidden, intermediate = widths
+    arrays = batch(hidden=hidden, intermediate=intermediate)
+    assert reason_for_reference(config, H=hidden, I=intermediate) != ""
+    assert "jax_megamoe" not in lower_for_cuda(program(**options), *arrays)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -269,6 +273,9 @@ HOPPER, OTHER = device("9.0", "NVIDIA H200"), device("10.0", "NVIDIA B200")
         ([HOPPER, HOPPER], ""),
         ([], "H100, H200 and GH200 only; JAX sees no CUDA device"),
         ([HOPPER, OTHER], "H100, H200 and GH200 only; JAX sees a NVIDIA B200 too"),
+        ([device("8.0", "NVIDIA A100")], "JAX sees a NVIDIA A100 (Ampere) too"),
+        ([HOPPER, device("8.6", "NVIDIA A40")], "JAX sees a NVIDIA A40 (Ampere) too"),
+        ([device("8.9", "NVIDIA L40S")], "JAX sees a NVIDIA L40S (Ada) too"),
     ],
 )
 def test_reasons_of_the_machine(

@@ -101,7 +101,7 @@ def test_the_api_reference_has_every_public_name() -> None:
     for name in ("QWEN3_MOE", "MegaMoE", "import_weights", "Layout"):
         assert f"### {name}\n" in page
     for text in (
-        "MegaMoE.__call__(x: jax.Array",
+        "MegaMoE.__call__(\n    x: jax.Array,\n",
         "axis_name: str | None=None,",
         "    num_groups: int = 1\n",
     ):

@@ -215,6 +215,12 @@ def test_each_line(facts: Facts, asked: dict[str, Any], line: str) -> None:
     [
         (hoppers(), {"config": {"backend": "reference"}}, "reference", "asks for it"),
         (hoppers(), {"config": {"precision": "float32"}}, "reference", "no precision 'float32'"),
+        (
+            hoppers(),
+            {"config": {"precision": "fp8_block"}},
+            "reference",
+            "no precision 'fp8_block'",
+        ),
         (hoppers(), {"H": 96}, "reference", "H = 96 and I = 768 are not both multiples of 64"),
         (hoppers(2), {"R": 2}, "reference", "on 2 GPUs are not measured yet"),
         (hoppers(2, driver=MIXED, missing=NO_BLACKWELL), {}, "reference", NO_BLACKWELL),
@@ -288,6 +294,13 @@ def test_each_device_has_its_own_reasons() -> None:
     first, second = diagnose(facts, question()).devices
     assert first.reasons == (NO_BLACKWELL,)
     assert second.reasons == ("its compute capability is 10.0; the kernels run on 9.0",)
+    for capability, name in (("8.0", "Ampere"), ("8.6", "Ampere"), ("8.9", "Ada")):
+        facts = hoppers(devices=(device(0, capability),), missing="")
+        (only,) = diagnose(facts, question(config={"precision": "fp8_block"})).devices
+        assert only.reasons == (
+            "the kernels have no precision 'fp8_block'",
+            f"its compute capability is {capability} ({name}); the kernels run on 9.0",
+        )
     facts = hoppers(extension="", missing=NO_CUDA_PART, devices=two)
     assert diagnose(facts, question()).devices[0].reasons == (NO_CUDA_PART,)
     (only,) = diagnose(hoppers(devices=TINY), question(I=96)).devices
@@ -380,6 +393,9 @@ def test_memory_is_that_of_the_calls() -> None:
         (["--hidden", "0"], "H: was 0"),
         (["--intermediate", "0"], "I: was 0"),
         (["--precision", "float32", "--backend", "cuda"], "precision: was 'float32' with backend"),
+        (["--precision", "fp8_block", "--backend", "cuda"], "precision: was 'fp8_block' with back"),
+        (["--precision", "fp8_block", "--hidden", "64"], "H: was of H = 64 with precision="),
+        (["--precision", "fp8_block", "--intermediate", "192"], "I: was of I = 192 with precision"),
         (["--tokens", "2147483647"], "routes"),
         (["--pool-factor", "0.5"], "pool_factor: was 0.5; it may be a finite number of at least 1"),
         (["--tokens", "many"], "invalid int value"),

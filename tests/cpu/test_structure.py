@@ -33,7 +33,8 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
 # Modules of jax_megamoe by which others they may import. Nothing imports the package itself, which
 # re-exports.
 _BASE_MODULES = {"config", "validation", "_guard", "_ids", "activation"}
-_LEAVES = _BASE_MODULES | {"plan", "memory", "reference", "_ffi"}
+_QUANTIZED = {"quantization", "_quantized_checks"}
+_LEAVES = _BASE_MODULES | _QUANTIZED | {"plan", "memory", "reference", "_ffi"}
 _CALL = _LEAVES | {"_backend", "ops", "sharding"}
 _ROUTER = {"_router_checks", "_router_losses", "presets", "router"}
 _LAYER = {"_layer", "_layer_checks"}
@@ -47,19 +48,22 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "plan_check": {"config", "plan"},
     "memory": {"config", "plan", "validation"},
     "activation": {"config"},
-    "reference": {"config", "activation"},
+    "quantization": {"config", "validation"},
+    "_quantized_checks": {"config", "validation", "quantization"},
+    "_recipe": {"quantization"},
+    "reference": {"config", "activation", "quantization", "_recipe"},
     "_ffi": {"config", "activation", "plan", "memory"},
     "presets": {"config"},
     "_router_checks": {"config", "validation"},
     "_router_losses": set(),
     "router": {"config", "_router_checks", "_router_losses"},
-    "_backend": {"config", "memory", "reference", "_ffi"},
-    "ops": {"config", "validation", "_guard", "_ids", "_backend"},
+    "_backend": {"config", "memory", "quantization", "reference", "_ffi"},
+    "ops": {"config", "validation", "_guard", "_ids", "_backend"} | _QUANTIZED,
     "sharding": _LEAVES | {"ops"},
     "_layer": _CALL | _ROUTER,
     "_layer_checks": {"config", "validation", "_router_checks", "_layer"},
-    "nnx": {"config", "validation"} | _LAYER,
-    "linen": {"config"} | _LAYER,
+    "nnx": {"config", "validation", "quantization"} | _LAYER,
+    "linen": {"config", "quantization"} | _LAYER,
     "layouts": {"validation"},
     "weights": {"config", "validation", "layouts"},
     "__init__": _MODULES,
