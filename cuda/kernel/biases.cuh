@@ -86,25 +86,31 @@ class TileBiases {
 struct RowDots {
   float of[2] = {0, 0};
 
+  // Of the vector what the next 64 columns need.
+  __device__ __forceinline__ void Load(const float* vector) {
+    const float4* const from = reinterpret_cast<const float4*>(vector) + 4 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) next_[i] = __ldg(from + i);
+  }
   // 64 columns. rows: the consumer's, of A in a stage.
-  __device__ __forceinline__ void Add(const float* vector, uint32_t rows) {
+  __device__ __forceinline__ void Add(uint32_t rows) {
     const uint32_t row = ThreadRow();
     const uint32_t quarter = threadIdx.x % 4;
-    const float4* const from = reinterpret_cast<const float4*>(vector) + 4 * quarter;
-    const float4 b[4] = {__ldg(from), __ldg(from + 1), __ldg(from + 2), __ldg(from + 3)};
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
       const uint32_t at = rows + row * 128 + ((2 * quarter + i) ^ row % 8) * sizeof(uint4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const uint4 a = ptx::LoadShared(at + r * 8 * 128);
-        AddTo(of[r], a.x, a.y, b[2 * i]);
-        AddTo(of[r], a.z, a.w, b[2 * i + 1]);
+        AddTo(of[r], a.x, a.y, next_[2 * i]);
+        AddTo(of[r], a.z, a.w, next_[2 * i + 1]);
       }
     }
   }
 
  private:
+  float4 next_[4];
+
   static __device__ __forceinline__ void AddTo(float& sum, uint32_t low, uint32_t high, float4 b) {
     sum = fmaf(ptx::LowBf16(low), b.x, sum);
     sum = fmaf(ptx::HighBf16(low), b.y, sum);

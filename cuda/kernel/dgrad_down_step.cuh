@@ -121,10 +121,10 @@ struct DgradDownStep : TokenStep {
     }
   };
   struct RowsWithDots : Rows {
-    const float* b_down;  // of the expert, in the first column tile; else null
+    bool is_first;  // column tile, and there are biases
     RowDots dots;
 
-    __device__ __forceinline__ bool reads() const { return b_down != nullptr; }
+    __device__ __forceinline__ bool reads() const { return is_first; }
   };
   using Begun = std::conditional_t<kReadsStages, RowsWithDots, Rows>;
 
@@ -133,16 +133,18 @@ struct DgradDownStep : TokenStep {
     const int row = item.row + consumer * kConsumerRows + ThreadRow();
     const Rows rows = {row, {p.plan.row_slot[row], p.plan.row_slot[row + 8]}, {0, 0}};
     if constexpr (kReadsStages) {
-      const bool reads = p.biases.down != nullptr && item.n == 0;
-      return {rows, reads ? p.biases.down + int64_t{item.expert} * p.H : nullptr, {}};
+      return {rows, p.biases.down != nullptr && item.n == 0, {}};
     } else {
       return rows;
     }
   }
-  static __device__ __forceinline__ void ReadStage(const BackwardParams&, const TileItem&,
-                                                   int consumer, int k, uint32_t stage,
-                                                   Begun& begun) {
-    begun.dots.Add(begun.b_down + k * kBlockK, stage + consumer * ptx::kChunkBytes);
+  static __device__ __forceinline__ void LoadForStage(const BackwardParams& p, const TileItem& item,
+                                                      int k, Begun& begun) {
+    if (k < p.H / kBlockK)
+      begun.dots.Load(p.biases.down + int64_t{item.expert} * p.H + k * kBlockK);
+  }
+  static __device__ __forceinline__ void ReadStage(int consumer, uint32_t stage, Begun& begun) {
+    begun.dots.Add(stage + consumer * ptx::kChunkBytes);
   }
   static __device__ __forceinline__ void EndStages(const BackwardParams& p, const TileItem&, int,
                                                    Begun& begun) {
@@ -188,65 +190,36 @@ struct DgradDownStep : TokenStep {
 
   // stages.Next(): the address of the next stage, when it is full; stages.Release() gives it back,
   // behind a fence: staging.Close has one.
+  //
+  // A loop, in which dh moves to where the code finds it: the code for 128 columns of an activation
+  // that is not SwiGLU comes from a cache too slow for it, and the finish took twice as long.
   template <typename Stages>
   static __device__ __forceinline__ void Finish(const BackwardParams& p, const TileItem& item,
-                                                int consumer, const Rows& rows,
-                                                const float (&dh)[128], Staging& staging,
-                                                Stages stages) {
+                                                int consumer, const Rows& rows, float (&dh)[128],
+                                                Staging& staging, Stages stages) {
+    uint32_t to = staging.Columns(ThreadAnew());
+    ptx::PinRegister(to);
     float dw[2] = {0, 0};
-    const uint32_t mask[2] = {rows.Mask(0), rows.Mask(1)};
-#pragma unroll
+#pragma unroll 1
     for (int part = 0; part < Parts::kParts; ++part) {
-      const int chunk = 3 * part;
-      const bool exists = Parts::Exists(p, item, part);
-      const float dw_before[2] = {dw[0], dw[1]};
-      const uint32_t gate_up = stages.Next() + consumer * kPartBytes + Parts::ThreadBytes();
-      uint32_t wh[4][4], du[4][4];
-      staging.Open(chunk);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        uint4 g = {0, 0, 0, 0}, u = {0, 0, 0, 0};
-        if (exists) {
-          g = ptx::LoadShared(gate_up + c * kPartVectorBytes);
-          u = ptx::LoadShared(gate_up + c * kPartVectorBytes + ptx::kChunkBytes);
+      const uint32_t stage = stages.Next();
+      const uint32_t from = stage + consumer * kPartBytes + Parts::ThreadBytes(ThreadAnew());
+      if (Parts::Exists(p, item, part)) {
+#pragma unroll kVectorsAtOnce
+        for (int v = 0; v < kPartVectors; ++v) {
+          FinishColumns(p, rows, dh + (kVectorsAtOnce > 1 ? 8 * v : 0), dw, from, v, to, staging);
+          if (kVectorsAtOnce == 1) MoveToFront<8, 32>(dh);
         }
-        const uint32_t gs[4] = {g.x, g.y, g.z, g.w};
-        const uint32_t us[4] = {u.x, u.y, u.z, u.w};
-        uint32_t dg[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int j = 32 * part + 8 * c + 2 * i;
-          const int r = i % 2;
-          const float w = rows.weight[r];
-          const Gradient low =
-              GradientOf(p, ptx::LowBf16(gs[i]), ptx::LowBf16(us[i]), w, dh[j], dw[r]);
-          const Gradient high =
-              GradientOf(p, ptx::HighBf16(gs[i]), ptx::HighBf16(us[i]), w, dh[j + 1], dw[r]);
-          dg[i] = ptx::PackBf16(low.dg, high.dg) & mask[r];
-          du[c][i] = ptx::PackBf16(low.du, high.du) & mask[r];
-          wh[c][i] = ptx::PackBf16(low.wh, high.wh) & mask[r];
-        }
-        staging.Put(chunk, c, dg);
-        // One group at a time, then two, if their arithmetic is that of SwiGLU: more do not fit
-        // into the registers.
-        if (part == 0 || c == 1 || Activation::kIsGeneral) ptx::EndBlock();
+        MoveToFront<32, 128>(dh);
+      } else {
+        OpenAll(staging);
       }
-      if (!exists) {  // dh of such columns is 0, or NaN where dy is infinite
-        dw[0] = dw_before[0];
-        dw[1] = dw_before[1];
-      }
-      staging.Close(chunk);
+      staging.Close(kDg);
       stages.Release();
       // Before the last buffer is handed over: the store warp publishes the tile behind it.
-      if (part + 1 == Parts::kParts) WriteDw(p, item, rows.row, dw);
-      staging.Open(chunk + 1);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) staging.Put(chunk + 1, c, wh[c]);
-      staging.Close(chunk + 1);
-      staging.Open(chunk + 2);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) staging.Put(chunk + 2, c, du[c]);
-      staging.Close(chunk + 2);
+      if (part + 1 == Parts::kParts) WriteDw(p, item, consumer, dw);
+      staging.Close(kWh);
+      staging.Close(kDu);
     }
   }
 
@@ -260,6 +233,56 @@ struct DgradDownStep : TokenStep {
   }
 
  private:
+  // The buffer of each kind of chunk. The store warp frees one while it waits for the next.
+  enum Buffer { kDg, kWh, kDu };
+  static_assert(kStagingBuffers == 3);
+  static __device__ __forceinline__ void OpenAll(Staging& staging) {
+    staging.Open(kDg);
+    staging.Open(kWh);
+    staging.Open(kDu);
+  }
+
+  // Vectors of g and u, 16 columns each, that are finished by code of their own.
+  static constexpr int kVectorsAtOnce = Activation::kIsGeneral ? 1 : kPartVectors;
+
+  // The 16 columns of vector v of a part, and of dh. from: the part; to: see Staging::Columns.
+  static __device__ __forceinline__ void FinishColumns(const BackwardParams& p, const Rows& rows,
+                                                       const float* dh, float (&dw)[2],
+                                                       uint32_t from, int v, uint32_t to,
+                                                       Staging& staging) {
+    const uint4 g = ptx::LoadShared(from + v * kPartVectorBytes);
+    const uint4 u = ptx::LoadShared(from + v * kPartVectorBytes + ptx::kChunkBytes);
+    const uint32_t gs[4] = {g.x, g.y, g.z, g.w};
+    const uint32_t us[4] = {u.x, u.y, u.z, u.w};
+    uint32_t dg[4], wh[4], du[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = i % 2;
+      const float w = rows.weight[r];
+      const uint32_t mask = rows.Mask(r);
+      const Gradient low =
+          GradientOf(p, ptx::LowBf16(gs[i]), ptx::LowBf16(us[i]), w, dh[2 * i], dw[r]);
+      const Gradient high =
+          GradientOf(p, ptx::HighBf16(gs[i]), ptx::HighBf16(us[i]), w, dh[2 * i + 1], dw[r]);
+      dg[i] = ptx::PackBf16(low.dg, high.dg) & mask;
+      wh[i] = ptx::PackBf16(low.wh, high.wh) & mask;
+      du[i] = ptx::PackBf16(low.du, high.du) & mask;
+      // Half of the columns at a time, where all of them need more registers than there are.
+      if (Activation::kIsGeneral && i == 1) ptx::EndBlock();
+    }
+    if (v == 0) OpenAll(staging);  // as late as can be
+    Staging::PutAt(to, kDg, v, dg);
+    Staging::PutAt(to, kWh, v, wh);
+    Staging::PutAt(to, kDu, v, du);
+  }
+
+  // The first kAll values begin with what lay behind kBy of them.
+  template <int kBy, int kAll>
+  static __device__ __forceinline__ void MoveToFront(float (&v)[128]) {
+#pragma unroll
+    for (int i = 0; i + kBy < kAll; ++i) v[i] = v[i + kBy];
+  }
+
   struct Gradient {
     float dg, du, wh;
   };
@@ -275,7 +298,8 @@ struct DgradDownStep : TokenStep {
 
   // dw: of the thread's columns, in its two rows.
   static __device__ __forceinline__ void WriteDw(const BackwardParams& p, const TileItem& item,
-                                                 int row, float (&dw)[2]) {
+                                                 int consumer, float (&dw)[2]) {
+    const int row = item.row + consumer * kConsumerRows + ThreadRow();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       AddLanes(dw[i]);

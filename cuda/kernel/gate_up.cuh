@@ -69,8 +69,8 @@ struct KeptGateUp {
     ptx::BulkLoad(to, Part(p.gate_up, p, rows, columns), kPartBytes, barrier);
   }
   // Where the thread's first vector of g lies in a part in shared memory.
-  static __device__ __forceinline__ uint32_t ThreadBytes() {
-    return threadIdx.x % kGroupThreads * sizeof(uint4);
+  static __device__ __forceinline__ uint32_t ThreadBytes(uint32_t thread) {
+    return thread % kGroupThreads * sizeof(uint4);
   }
 };
 
@@ -98,9 +98,8 @@ struct OwnGateUp {
     ptx::TmaLoad(to, maps.dg, barrier, column, row, ptx::kEvictNormal);
     ptx::TmaLoad(to + ptx::kChunkBytes, maps.du, barrier, column, row, ptx::kEvictNormal);
   }
-  static __device__ __forceinline__ uint32_t ThreadBytes() {
-    const uint32_t thread = threadIdx.x % kGroupThreads;
-    const uint32_t row = thread / kRowThreads;
+  static __device__ __forceinline__ uint32_t ThreadBytes(uint32_t thread) {
+    const uint32_t row = thread % kGroupThreads / kRowThreads;
     return row * 128 + (thread % kRowThreads ^ row % 8) * sizeof(uint4);
   }
 };

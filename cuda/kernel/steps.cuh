@@ -63,6 +63,13 @@ __device__ __forceinline__ void PutRounded(const Staging& staging, const float (
   staging.Put(chunk, c, packed);
 }
 
+// The first of the two rows, 8 apart, of which a product leaves a thread its sums: of the
+// consumer's.
+__device__ __forceinline__ int ThreadRow() {
+  const int thread = ThreadAnew() % kGroupThreads;
+  return thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
+}
+
 // What a step does not do unless it says so.
 struct PlainStep {
   // Puts its whole result by Finish, not sixteen columns at a time by PutColumns.

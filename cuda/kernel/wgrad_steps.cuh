@@ -220,22 +220,25 @@ struct BiasedWgradDownStep : WgradDownStep<Gradients> {
   static constexpr bool kReadsStages = true;
 
   struct Begun : BiasSums {
-    int first_row;  // of the expert, and the lane's of eight
+    int first_row;               // of the expert, and the lane's of eight
+    float weights[kBlockK / 8];  // of the router, of the lane's rows in a block
   };
   static __device__ __forceinline__ Begun Begin(const BackwardParams& p, const TileItem& item,
                                                 int) {
     return {BiasSums::Begin(p, item),
-            p.plan.expert_start[item.expert] + static_cast<int>(ColumnSums::LaneRow())};
+            p.plan.expert_start[item.expert] + static_cast<int>(ColumnSums::LaneRow()),
+            {}};
   }
-  static __device__ __forceinline__ void ReadStage(const BackwardParams& p, const TileItem&,
-                                                   int consumer, int k, uint32_t stage,
-                                                   Begun& begun) {
-    float weights[kBlockK / 8];
+  static __device__ __forceinline__ void LoadForStage(const BackwardParams& p, const TileItem& item,
+                                                      int k, Begun& begun) {
+    if (k >= WgradDownProduct::NumKBlocks(p, item)) return;
 #pragma unroll
     for (int i = 0; i < kBlockK / 8; ++i) {
-      weights[i] = __ldcg(&p.bias_rows[begun.first_row + k * kBlockK + i * 8].y);
+      begun.weights[i] = __ldcg(&p.bias_rows[begun.first_row + k * kBlockK + i * 8].y);
     }
-    begun.sums.Add(BiasSums::Columns(stage, consumer), weights);
+  }
+  static __device__ __forceinline__ void ReadStage(int consumer, uint32_t stage, Begun& begun) {
+    begun.sums.Add(BiasSums::Columns(stage, consumer), begun.weights);
   }
   static __device__ __forceinline__ void EndStages(const BackwardParams& p, const TileItem& item,
                                                    int consumer, Begun& begun) {
@@ -255,9 +258,9 @@ struct BiasedWgradGateUpStep : WgradGateUpStep<Gradients> {
                                                    int) {
     return BiasSums::Begin(p, item);
   }
-  static __device__ __forceinline__ void ReadStage(const BackwardParams&, const TileItem&,
-                                                   int consumer, int, uint32_t stage,
-                                                   BiasSums& begun) {
+  static __device__ __forceinline__ void LoadForStage(const BackwardParams&, const TileItem&, int,
+                                                      BiasSums&) {}
+  static __device__ __forceinline__ void ReadStage(int consumer, uint32_t stage, BiasSums& begun) {
     begun.sums.Add(BiasSums::Columns(stage, consumer), {1, 1, 1, 1, 1, 1, 1, 1});
   }
   static __device__ __forceinline__ void EndStages(const BackwardParams& p, const TileItem& item,

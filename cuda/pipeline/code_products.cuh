@@ -75,7 +75,7 @@ class ProductScales {
   // What the sums of K-block k are multiplied with, in half of the columns.
   __device__ __forceinline__ Scales Of(int k, int half) const {
     const float block = __shfl_sync(kAllLanes, block_, k % kBlockLanes + half * kBlockLanes);
-    const int lane = threadIdx.x % kWarpThreads / kQuad * kQuad + k % kRowLanes;
+    const int lane = ThreadAnew() % kWarpThreads / kQuad * kQuad + k % kRowLanes;
     return {__shfl_sync(kAllLanes, row_, lane) * block,
             __shfl_sync(kAllLanes, row_, lane + kRowLanes) * block};
   }
@@ -94,14 +94,17 @@ class ProductScales {
 
   // Past the L1 cache: another multiprocessor may have written them.
   __device__ __forceinline__ void LoadRows(const TileItem& item, int k) {
-    const int lane = threadIdx.x % kQuad;
-    const int row = item.row + ThreadRowOfTile() + lane / kRowLanes * 8;
+    const int thread = ThreadAnew();
+    const int lane = thread % kQuad;
+    // The first of the thread's two rows, or the one 8 below.
+    const int row = item.row + (thread - kGroupThreads) / kWarpThreads * 16 +
+                    thread % kWarpThreads / kQuad + lane / kRowLanes * 8;
     const auto& scales = Product::Scales(p_);
     row_ = __ldcg(scales.rows + int64_t{row} * scales.row_floats + k + lane % kRowLanes);
   }
   // Behind the last K-block, the last again.
   __device__ __forceinline__ void LoadBlocks(const TileItem& item, int k) {
-    const int lane = threadIdx.x % kWarpThreads;
+    const int lane = ThreadAnew() % kWarpThreads;
     const auto& scales = Product::Scales(p_);
     const int own = min(k + lane % kBlockLanes, scales.num_k_blocks - 1);
     const int column = Product::BlockColumn(p_, item.n, lane / kBlockLanes);

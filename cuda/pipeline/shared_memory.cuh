@@ -102,6 +102,13 @@ struct SharedMemory {
 };
 static_assert(sizeof(SharedMemory) <= 232448, "a block has 227 KB");
 
+// The thread's index, of which the compiler makes nothing before this, to keep it meanwhile.
+__device__ __forceinline__ uint32_t ThreadAnew() {
+  uint32_t thread = threadIdx.x;
+  ptx::PinRegister(thread);
+  return thread;
+}
+
 __device__ __forceinline__ SharedMemory& BlockMemory() {
   return *static_cast<SharedMemory*>(ptx::DynamicSharedMemory());
 }
@@ -149,15 +156,6 @@ class RingPosition {
  private:
   uint32_t state_ = 0;
 };
-
-// The first of the two rows, 8 apart, of which a product leaves a thread its sums: of the
-// consumer's, and of the tile's.
-__device__ __forceinline__ int ThreadRow() {
-  return threadIdx.x % kGroupThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
-}
-__device__ __forceinline__ int ThreadRowOfTile() {
-  return (threadIdx.x - kGroupThreads) / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
-}
 
 // An address in shared memory, of element i of an array of barriers or buffers.
 template <typename T>

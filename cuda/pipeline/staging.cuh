@@ -19,8 +19,7 @@ class Staging {
   __device__ __forceinline__ uint32_t turns() const { return turns_; }
   __device__ __forceinline__ void set_turns(uint32_t turns) { turns_ = turns; }
 
-  // Waits until the buffer of the chunk has been stored; the chunks of an item come in order, and a
-  // buffer is closed before the next is opened: the store warp frees one when it gets the next.
+  // Waits until the buffer of the chunk has been stored; the chunks of an item are closed in order.
   __device__ __forceinline__ void Open(int chunk) {
     const uint32_t buffer = chunk % kStagingBuffers;
     Delay(DelaySite::kMultiply, chunk + 4 * turns_);
@@ -32,9 +31,18 @@ class Staging {
 
   // 16 columns of bf16 from column 16 c of the chunk on, as a product leaves them in the warpgroup.
   __device__ __forceinline__ void Put(int chunk, int c, const uint32_t (&packed)[4]) const {
-    const uint32_t lane = threadIdx.x % kWarpThreads;
-    const uint32_t row = WarpRow() + lane % 16;
-    ptx::StoreMatrix(RowAddress(chunk, row) + ((c * 32 + lane / 16 * 16) ^ (row % 8 * 16)), packed);
+    PutAt(Columns(threadIdx.x), chunk, c, packed);
+  }
+  // columns: of the thread; a finish with little room makes them itself, for as long as it runs.
+  static __device__ __forceinline__ void PutAt(uint32_t columns, int chunk, int c,
+                                               const uint32_t (&packed)[4]) {
+    ptx::StoreMatrix((columns ^ c * 32) + chunk % kStagingBuffers * ptx::kChunkBytes, packed);
+  }
+  // Where the thread's share of the first 16 columns of the first buffer lies.
+  __device__ __forceinline__ uint32_t Columns(uint32_t thread) const {
+    const uint32_t lane = thread % kWarpThreads;
+    const uint32_t row = WarpRow(thread) + lane % 16;
+    return RowAddress(0, row) + (lane / 16 * 16 ^ row % 8 * 16);
   }
 
   // 8 columns of float32 from column 8 c of the chunk on: d[0], d[1] in the thread's first row,
@@ -42,7 +50,7 @@ class Staging {
   __device__ __forceinline__ void Put(int chunk, int c, float d0, float d1, float d2,
                                       float d3) const {
     const uint32_t lane = threadIdx.x % kWarpThreads;
-    const uint32_t row = WarpRow() + lane / 4;
+    const uint32_t row = WarpRow(threadIdx.x) + lane / 4;
     const uint32_t at = RowAddress(chunk, row) + ((c * 32 + lane % 4 * 8) ^ (row % 8 * 16));
     ptx::StoreShared(at, d0, d1);
     ptx::StoreShared(at + 8 * kRowBytes, d2, d3);
@@ -53,7 +61,7 @@ class Staging {
   __device__ __forceinline__ void PutCodes(int chunk, int j, uint16_t first,
                                            uint16_t second) const {
     const uint32_t lane = threadIdx.x % kWarpThreads;
-    const uint32_t row = WarpRow() + lane / 4;
+    const uint32_t row = WarpRow(threadIdx.x) + lane / 4;
     const uint32_t at = RowAddress(chunk, row) + ((j * 8 + lane % 4 * 2) ^ (row % 8 * 16));
     ptx::StoreShared(at, first);
     ptx::StoreShared(at + 8 * kRowBytes, second);
@@ -72,8 +80,8 @@ class Staging {
  private:
   static constexpr uint32_t kRowBytes = 128;
 
-  static __device__ __forceinline__ uint32_t WarpRow() {
-    return threadIdx.x % kGroupThreads / kWarpThreads * 16;
+  static __device__ __forceinline__ uint32_t WarpRow(uint32_t thread) {
+    return thread % kGroupThreads / kWarpThreads * 16;
   }
   __device__ __forceinline__ uint32_t RowAddress(int chunk, uint32_t row) const {
     return AddressOf(shared_.staging[consumer_], chunk % kStagingBuffers) + row * kRowBytes;

@@ -92,15 +92,19 @@ class MultiplyRole {
     }
   }
 
-  // What overwrites a stage are copies: no lane's loads may come behind its release.
+  // What overwrites a stage are copies: no lane's loads may come behind its release. The fence
+  // waits for all loads: those for the next stage come behind it, and those for the first stage
+  // when it is full, since nothing before that says that what they read is there.
   template <typename Step, typename Begun>
   __device__ __forceinline__ void ReadStage(Begun& begun, const TileItem& item, int k,
                                             uint32_t stage) {
     if constexpr (Step::kReadsStages) {
       if (!begun.reads()) return;
-      Step::ReadStage(p_, item, consumer_, k, AddressOf(shared_.stages, stage), begun);
+      if (k == 0) Step::LoadForStage(p_, item, k, begun);
+      Step::ReadStage(consumer_, AddressOf(shared_.stages, stage), begun);
       ptx::FenceAsyncShared();
       __syncwarp();
+      Step::LoadForStage(p_, item, k + 1, begun);
     }
   }
 

@@ -45,6 +45,11 @@ class StoreRole {
         const uint32_t buffer = chunk % kStagingBuffers;
         const uint32_t turn = consumer * kStagingBuffers + buffer;
         const uint32_t barrier = AddressOf(shared_.staging_full[consumer], buffer);
+        // Its writer may first want back all the buffers that it had before.
+        if (previous != 0 && !IsFull(barrier, turn)) {
+          FreeLast(previous);
+          previous = 0;
+        }
         ptx::BarrierWait(barrier, turns_ >> turn & 1);
         turns_ ^= 1u << turn;
         Delay(DelaySite::kStore, item.row * 64 + item.n * 8 + chunk * 2 + consumer);
@@ -54,8 +59,10 @@ class StoreRole {
                              AddressOf(shared_.staging[consumer], buffer));
           }
           ptx::StoreCommit();
-          ptx::StoreWaitRead<1>();
-          if (previous != 0) ptx::BarrierArrive(previous);
+          if (previous != 0) {
+            ptx::StoreWaitRead<1>();
+            ptx::BarrierArrive(previous);
+          }
         }
         __syncwarp();
         previous = AddressOf(shared_.staging_empty[consumer], buffer);
@@ -72,6 +79,18 @@ class StoreRole {
         Delay(DelaySite::kStore, item.row * 64 + item.n);
         Step::Publish(p_, item);
       }
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ bool IsFull(uint32_t barrier, uint32_t turn) const {
+    return __all_sync(kAllLanes, ptx::BarrierTest(barrier, turns_ >> turn & 1));
+  }
+  // Frees the buffer that was stored last.
+  static __device__ __forceinline__ void FreeLast(uint32_t barrier) {
+    if (ptx::ElectOne()) {
+      ptx::StoreWaitRead<0>();
+      ptx::BarrierArrive(barrier);
     }
     __syncwarp();
   }

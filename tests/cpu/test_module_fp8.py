@@ -67,8 +67,7 @@ def graded(apply: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
 
-@pytest.mark.parametrize("save", ["none", "gate_up"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "save"), [("nnx", "none"), ("linen", "gate_up")])
 def test_the_caller_may_quantise(name: str, save: str) -> None:
     """To the same bits; and what is given is what is multiplied."""
     config = MegaMoEConfig(precision="fp8_block", save=save)
@@ -103,8 +102,9 @@ def test_shared_experts_stay_bf16(name: str) -> None:
     assert np.any(found[0])
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("caller_quantises", [False, True])
+@pytest.mark.parametrize(
+    ("caller_quantises", "axis_type"), [(False, AxisType.Auto), (True, AxisType.Explicit)]
+)
 @pytest.mark.parametrize("name", MODULES)
 def test_meshes_agree_with_one_device(
     name: str, caller_quantises: bool, axis_type: AxisType
