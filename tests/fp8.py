@@ -110,6 +110,28 @@ def two_column_oracle(ids: np.ndarray, *, num_experts: int, **how: Any) -> Batch
     return batch
 
 
+def with_scales(batch: Batch) -> Batch:
+    """The batch with powers of two as factors, so that neighbours of every kind have other scales:
+    tokens, groups of a row, blocks in both directions and experts. Those of a group of x and of the
+    rows of w_gate and w_up that it meets cancel, and g and u stay as large."""
+
+    def powers(size: int, period: int, group: int = GROUP) -> np.ndarray:
+        """2^0 to 2^(period - 1) in turn."""
+        return 2.0 ** (np.arange(size) // group % period)
+
+    (tokens, hidden), (experts, _, inner) = batch.x.shape, batch.w_gate.shape
+    of_hidden, of_inner = powers(hidden, 5), powers(inner, 3)
+    of_expert = powers(experts, 2, 1)[:, None, None]
+    factors = {
+        "x": powers(tokens, 2, 1)[:, None] * of_hidden,
+        "w_gate": of_expert * of_inner / of_hidden[:, None] / 4,
+        "w_up": of_inner[::-1] / of_hidden[:, None] / of_expert,
+        "w_down": powers(hidden, 2) / of_inner[:, None] / of_expert,
+    }
+    scaled = {name: getattr(batch, name).astype(np.float64) * f for name, f in factors.items()}
+    return batch._replace(**{name: a.astype(BF16) for name, a in scaled.items()})
+
+
 def integers(batch: Batch) -> Batch:
     """Small integers in the place of what is random: codes hold them, and any order of float32 sums
     of their products is exact."""

@@ -75,13 +75,13 @@ def test_y_of_the_oracle_is_exact(size: tuple[int, ...], routing: str) -> None:
 def test_y_is_that_of_the_recipe_in_every_order(size: tuple[int, ...], routing: str) -> None:
     """Float32 sums of another order change few codes of h, each by a sixteenth, and few bf16. With
     another silu, within 3.6e-4, more codes change, and it shows."""
-    batch = normal_of(size, routing)
+    batch = fp8.with_scales(normal_of(size, routing))
     y = forward(batch)
     if routing == "nothing":
         assert not np.any(y)
     else:
         assert error(y, twin(batch, fp8.swiglu_of_kernels)) < 1e-4
-        assert 1e-3 < error(y, twin(batch, swiglu)) < 1e-2
+        assert 2e-4 < error(y, twin(batch, swiglu)) < 1e-2
     for how in SCHEDULES:
         compare.assert_bitwise(forward(batch, **how), y, "y")
         found, _ = forward_keeping(batch, **how)
@@ -119,7 +119,7 @@ def test_g_and_u_are_those_of_bf16_with_the_same_operands(
     for how in SCHEDULES[1:]:
         compare.assert_bitwise(forward_keeping(batch, **how)[1], right, "gate_up")
     # Sums that are rounded: some bf16 fall on the other side.
-    batch = normal_of(size, routing)
+    batch = fp8.with_scales(normal_of(size, routing))
     _, right = emulated.forward_keeping(dequantised(batch))
     _, found = forward_keeping(batch)
     assert np.mean(found != right) < 1e-2

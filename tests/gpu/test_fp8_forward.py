@@ -114,7 +114,7 @@ def test_y_is_that_of_the_recipe_and_of_the_reference(size: tuple[int, ...]) -> 
     """But for sums of products with fewer bits than a float32, a silu within 3.6e-4, and codes of h
     that fall on the other side of a rounding because of them: a few of a thousand, by a sixteenth.
     The recipe itself is three times as far from the layer without roundings."""
-    batch = random_batch(size, "invalid")
+    batch = fp8.with_scales(random_batch(size, "invalid"))
     right = recipe(batch)
     if not right.any():
         assert not np.any(y_of(batch))
@@ -128,7 +128,7 @@ def test_y_is_that_of_the_recipe_and_of_the_reference(size: tuple[int, ...]) -> 
 @pytest.mark.parametrize("routing", sorted(ROUTINGS))
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_fused_equals_its_parts_and_itself(size: tuple[int, ...], routing: str, keep: bool) -> None:
-    batch = random_batch(size, routing)
+    batch = fp8.with_scales(random_batch(size, routing))
     once = forward(batch, launches=_ffi.UNFUSED, keep_gate_up=keep)
     compare.assert_bitwise(once[0], y_of(batch), "y")
     for _ in range(20):
