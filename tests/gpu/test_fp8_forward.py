@@ -2,6 +2,7 @@
 every time."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,45 +11,20 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi, mega_moe, quantize_expert_weights
-from jax_megamoe.config import TILE_ROWS, MegaMoEConfig
+from jax_megamoe.config import TILE_ROWS
 from jax_megamoe.memory import gate_up_array
 from jax_megamoe.plan import forward_steps, make_plan
-from tests import backward, cases, compare, fp8
+from tests import backward, cases, compare, fp8, fp8_programs
 from tests.cases import BF16, F32, ROUTINGS, Batch
 from tests.forward import dims_of, operands, poison_free_memory, random_batch
+from tests.forward_programs import ROLES, counted
+from tests.fp8_programs import SIZES, forward, launched
 from tests.gated import no_biases, swiglu
+from tests.process import run_on_gpu
 
 pytestmark = pytest.mark.gpu
 
-# T, K, E, H, I: one tile and many, one column tile and many, columns that end inside of one, half
-# tiles, and more K-blocks than a warp loads scales of at once.
-SIZES = (
-    (1, 1, 1, 128, 128),
-    (5, 8, 16, 128, 128),
-    (200, 2, 8, 128, 128),
-    (777, 3, 8, 256, 384),
-    (1000, 4, 4, 384, 128),
-    (2048, 8, 128, 512, 256),
-    (600, 32, 64, 640, 384),
-    (300, 2, 6, 2176, 128),
-    (300, 2, 6, 128, 2176),
-    (64, 2, 8, 4224, 256),
-)
-
-
-@functools.partial(jax.jit, static_argnames=("options",))
-def launched(quantized: Any, *tokens: Any, options: tuple[tuple[str, Any], ...]) -> Any:
-    config = MegaMoEConfig(backend="cuda", precision="fp8_block")
-    how = {"config": config, "axis_name": None, "quantized": quantized, **dict(options)}
-    return _ffi.forward_call(*tokens, **how)
-
-
-def forward(batch: Batch, **options: Any) -> Any:
-    """y, counts and what the options ask for, of weights that the device quantises."""
-    x, ids, w, *weights = operands(batch)
-    quantized = jax.jit(quantize_expert_weights)(*weights)
-    how = {"dims": dims_of(batch), **options}
-    return launched(quantized, x, ids, w, options=tuple(how.items()))
+NUM_RUNS = 200  # with delays
 
 
 def y_of(batch: Batch, **options: Any) -> Any:
@@ -158,6 +134,18 @@ def test_poisoned_memory_reaches_nothing() -> None:
         compare.assert_bitwise(gate_up, kept, "gate_up")
         poison_free_memory()
         compare.assert_bitwise(y_of(batch), clean, "y")
+
+
+def test_delays_change_no_bit(tmp_path: Path) -> None:
+    """In the test build, which fills all results with NaN before a call."""
+    path = tmp_path / "results.npz"
+    np.savez(path, *fp8_programs.results())
+    arguments = ("-m", fp8_programs.__name__, "delays", str(path), str(NUM_RUNS))
+    result = run_on_gpu(*arguments, timeout_s=250, JAX_MEGAMOE_EXTENSION="_cuda_delays")
+    assert result.returncode == 0, result.stderr
+    found = counted(result.stdout)
+    assert found["runs"] == NUM_RUNS
+    assert set(found["delays"]) == set(ROLES) and all(found["delays"].values())
 
 
 def test_zeros_and_what_is_not_finite_stay_with_their_token() -> None:
