@@ -32,7 +32,7 @@ from lm.model import LanguageModel, ModelConfig, generate
 from tqdm import tqdm
 
 from jax_megamoe import reason_for_reference
-from jax_megamoe.config import BACKENDS, PRECISIONS, RANK_COUNTS, MegaMoEConfig
+from jax_megamoe.config import BACKENDS, FP8_GROUP, PRECISIONS, RANK_COUNTS, MegaMoEConfig
 
 HEAD_SIZE = 32
 EVALUATION_BATCHES = 4
@@ -106,11 +106,15 @@ def check_sizes(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
     for name in (*positive.split(), "checkpoint_every"):
         if (value := getattr(args, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, but it is {value}.")
-    multiples = (
+    multiples = [
         ("--batch", args.batch, mesh.size, "the number of devices"),
         ("--experts", args.experts, mesh.shape["expert"], "--expert-parallel"),
         ("--hidden", args.hidden, HEAD_SIZE, "the size of an attention head"),
-    )
+    ]
+    if args.precision == "fp8_block":
+        group = (FP8_GROUP, "a group of --precision fp8_block")
+        multiples.append(("--hidden", args.hidden, *group))
+        multiples.append(("--intermediate", args.intermediate, *group))
     for name, value, unit, meaning in multiples:
         if value % unit:
             raise UsageError(f"{name} must be a multiple of {unit}, {meaning}, but it is {value}.")

@@ -12,6 +12,7 @@ from jax_megamoe.validation import (
     check_config,
     check_flag,
     check_float_dtype,
+    check_groups,
     check_mesh,
     check_size,
     check_split,
@@ -33,6 +34,9 @@ def check_layer(layer: Layer, kernel_init: Any) -> None:
     check_router_config("router_config", layer.router_config, layer.num_experts, *choices)
     _check_shared(layer)
     check_config(layer.config)
+    if layer.config.precision == "fp8_block":
+        check_groups("hidden_size", H=layer.hidden_size)
+        check_groups("intermediate_size", I=layer.intermediate_size)
     check_flag("expert_bias", layer.expert_bias)
     if layer.config.return_counts:
         refuse(

@@ -18,6 +18,7 @@ Scales and codes come from the bits, without a logarithm. Whatever float32 holds
   * what rounds up to 2^128, from 1.9375 2^127 on, has a finite code; times scale it is infinite.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -96,7 +97,8 @@ def quantize_expert_weights(
     Blocks of 128 x 128 of each expert, with the smallest power of two as the scale that brings the
     largest magnitude to at most 448; codes are rounded to the nearest, once, from the dtype of the
     weights (recipe: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2). A block with
-    NaN or infinity is NaN as a whole; float32 subnormals count as 0.
+    NaN or infinity is NaN as a whole; float32 subnormals count as 0. Codes and scales lie as the
+    weights do, but are whole along a dimension whose blocks explicit mesh axes would cut.
 
     Args:
       w_gate, w_up: [E/R, H, I] bf16 or float32, with H and I multiples of 128.
@@ -126,8 +128,8 @@ def from_arrays(arrays: Sequence[Array]) -> QuantizedExperts:
 
 def dequantize(matrix: QuantizedMatrix) -> Array:
     """What the codes stand for, float32 [E/R, M, N]."""
-    blocks = _blocks(matrix.natural.astype(jnp.float32)) * matrix.scales[:, :, None, :, None]
-    return blocks.reshape(matrix.natural.shape)
+    blocks = _blocks(matrix.natural.astype(jnp.float32))
+    return _of_blocks(blocks * matrix.scales[:, :, None, :, None])
 
 
 def quantize_rows(values: Array) -> tuple[Array, Array]:
@@ -144,10 +146,25 @@ def rounded_rows(values: Array) -> Array:
 
 def _quantize_matrix(weights: ArrayLike) -> QuantizedMatrix:
     # No derivative is taken of what has none: differentiated code may quantise its own parameters.
-    values = lax.stop_gradient(jnp.asarray(weights, jnp.float32))
+    values = lax.stop_gradient(_with_whole_blocks(jnp.asarray(weights)).astype(jnp.float32))
     codes, scales = _quantize(_blocks(values), (2, 4))
-    natural = codes.reshape(values.shape).astype(E4M3)
+    natural = _of_blocks(codes).astype(E4M3)
     return QuantizedMatrix(natural, natural.swapaxes(1, 2), scales[:, :, 0, :, 0])
+
+
+def _with_whole_blocks(matrices: Array) -> Array:
+    """[E/R, M, N], gathered along M or N where the explicit axes that split it would cut blocks."""
+    sharding = jax.typeof(matrices).sharding
+    num_experts, *parts = sharding.spec
+    sizes = sharding.mesh.shape
+    for i, (size, axes) in enumerate(zip(matrices.shape[1:], parts, strict=True)):
+        names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+        if size % (FP8_GROUP * math.prod(sizes[name] for name in names)):
+            parts[i] = None
+    spec = jax.sharding.PartitionSpec(num_experts, *parts)
+    if spec == sharding.spec:
+        return matrices
+    return jax.sharding.reshard(matrices, jax.NamedSharding(sharding.mesh, spec))
 
 
 def _row_groups(values: Array) -> Array:
@@ -159,7 +176,16 @@ def _row_groups(values: Array) -> Array:
 def _blocks(matrices: Array) -> Array:
     """[E/R, M, N] as [E/R, M/128, 128, N/128, 128]."""
     num_experts, rows, cols = matrices.shape
-    return matrices.reshape(num_experts, rows // FP8_GROUP, FP8_GROUP, cols // FP8_GROUP, FP8_GROUP)
+    # One dimension after the other: JAX splits and joins no two at once of what is sharded.
+    groups = matrices.reshape(num_experts, rows, cols // FP8_GROUP, FP8_GROUP)
+    return groups.reshape(num_experts, rows // FP8_GROUP, FP8_GROUP, *groups.shape[2:])
+
+
+def _of_blocks(blocks: Array) -> Array:
+    """[E/R, M, N] again."""
+    num_experts, row_blocks, rows, *groups = blocks.shape
+    matrices = blocks.reshape(num_experts, row_blocks * rows, *groups)
+    return matrices.reshape(*matrices.shape[:2], math.prod(groups))
 
 
 def _quantize(groups: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis.extra import numpy as hnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import QuantizedExperts, quantize_expert_weights
 from jax_megamoe.quantization import NUM_ARRAYS, dequantize, from_arrays
@@ -226,6 +228,41 @@ def test_a_stack_of_layers_by_vmap() -> None:
         alone = quantize_experts(*draw_weights(F32, seed=seed))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
             assert_same_bits(a[i], np.asarray(b))
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize(
+    ("of_gate", "of_down", "left_of_gate", "left_of_down"),
+    [
+        # H = 256 and I = 384 have 2 and 3 blocks: 4 devices cut both, 2 cut I alone.
+        (P("e", "four"), P("e", None, "four"), P("e"), P("e")),
+        (P("e", None, "four"), P("e", "four"), P("e"), P("e")),
+        (P("e", "two"), P("e", None, "two"), P("e", "two"), P("e", None, "two")),
+        (P(None, "two", "e"), P("e", "two"), P(None, "two"), P("e")),
+        (P(None, ("e", "two")), P(None, None, ("e", "two")), P(), P()),
+    ],
+)
+def test_explicit_axes_may_split_any_dimension(
+    of_gate: Any, of_down: Any, left_of_gate: Any, left_of_down: Any, jitted: bool
+) -> None:
+    """The codes lie as the weights, but along dimensions whose blocks the split would cut."""
+    weights = draw_weights(F32)
+    names = ("e", "four" if "four" in str(of_gate) else "two")
+    mesh = jax.make_mesh(
+        (2, 4 if "four" in names else 2), names, axis_types=(AxisType.Explicit,) * 2
+    )
+    specs = (of_gate, of_gate, of_down)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(w, s) for w, s in zip(weights, specs, strict=True)]
+        found = (quantize_experts if jitted else quantize_expert_weights)(*placed)
+    for a, b in zip(
+        jax.tree.leaves(found), jax.tree.leaves(quantize_experts(*weights)), strict=True
+    ):
+        assert_same_bits(a, np.asarray(b))
+    left = (left_of_gate, left_of_gate, left_of_down)
+    for matrix, spec in zip(found, left, strict=True):
+        for a in (matrix.natural, matrix.scales):
+            assert a.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 3), a.sharding
 
 
 def test_the_pytree_is_its_arrays() -> None:

@@ -90,6 +90,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
         (["--data", "no/such/text"], "--data no/such/text: no such file or directory"),
         (["--seq", "20000"], "too little text in .*: the training part has"),
         (["--devices", "4", "--batch", "6"], "--batch must be a multiple of 4, .* it is 6"),
+        (["--precision", "fp8_block"], "--hidden must be a multiple of 128, .* it is 32"),
+        (
+            ["--precision", "fp8_block", "--hidden", "128", "--intermediate", "192"],
+            "--intermediate must be a multiple of 128, .* it is 192",
+        ),
         (["--devices", "0"], "--devices must be at least 1, but it is 0"),
         (["--devices", "4", "--expert-parallel", "3"], "--expert-parallel must be .* it is 3"),
         (["--expert-parallel", "0"], "--expert-parallel must be one of .* it is 0"),

@@ -58,6 +58,21 @@ BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], type[Exception], str, str, str
         "'relu'",
         "one of 'swiglu', 'geglu', or a ClampedSwiGLU",
     ),
+    **{
+        f"{argument} of no whole FP8 groups": (
+            {
+                "hidden_size": 256,
+                "intermediate_size": 256,
+                argument: 192,
+                "config": MegaMoEConfig(precision="fp8_block"),
+            },
+            ValueError,
+            argument,
+            f"of {letter} = 192 with precision='fp8_block'",
+            f"of {letter} a multiple of 128 there",
+        )
+        for argument, letter in (("hidden_size", "H"), ("intermediate_size", "I"))
+    },
     "config a dict": ({"config": {}}, TypeError, "config", "dict", "a MegaMoEConfig"),
     "expert_axis a tuple": ({"expert_axis": ("e",)}, TypeError, "expert_axis", "'e'", AXIS),
     "expert_axis a number": ({"expert_axis": 1}, TypeError, "expert_axis", "1", AXIS),
