@@ -91,14 +91,16 @@ class Attention(nnx.Module):
             for a, scale in ((query, self.query_norm), (key, self.key_norm))
         )
         if self.implementation == "cudnn":
-            mixed = jax.nn.dot_product_attention(
-                query,
-                key,
-                value,
-                mask=place.may_attend,
-                is_causal=True,
-                implementation="cudnn",
-            )
+            # JAX's own code mixes dtypes, which a program may have forbidden in its own.
+            with jax.numpy_dtype_promotion("standard"):
+                mixed = jax.nn.dot_product_attention(
+                    query,
+                    key,
+                    value,
+                    mask=place.may_attend,
+                    is_causal=True,
+                    implementation="cudnn",
+                )
         else:
             mixed = attend(query, key, value, place.may_attend)
         return self._project("out", mixed.reshape(*x.shape[:2], -1))

@@ -108,7 +108,8 @@ def load_weights(model: Qwen3Moe, tensors: Mapping[str, Any]) -> None:
 
     for path, stored in _of_the_model(config).items():
         variable = getattr(model, path)
-        _place(variable, np.asarray(_read(tensors, stored, "", variable.shape), np.float32))
+        # A copy, since on a CPU the parameter may be the memory that it is made of.
+        _place(variable, np.array(_read(tensors, stored, "", variable.shape), np.float32))
     for layers in _runs(model):
         first = layers[0].block
         for path, stored in _of_a_layer(config, first.has_experts).items():
@@ -232,7 +233,9 @@ def _stack(shape: tuple[int, ...], parts: Iterator[np.ndarray]) -> np.ndarray:
 
 
 def _place(variable: nnx.Variable[Any], value: np.ndarray) -> None:
-    variable.set_value(jax.device_put(value, variable.get_value().sharding))
+    placed = jax.device_put(value, variable.get_value().sharding)
+    # Before the next one is made: the host may not have room for two.
+    variable.set_value(jax.block_until_ready(placed))
 
 
 def _whole(variable: nnx.Variable[Any]) -> np.ndarray:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import MegaMoEConfig
 from jax_megamoe.models import qwen3_moe, qwen3_weights
+from jax_megamoe.models.qwen3_layers import Place
 from jax_megamoe.models.qwen3_moe import QWEN3_30B_A3B, QWEN3_235B_A22B, Qwen3Moe
 from jax_megamoe.nnx import MegaMoE
 from tests import qwen3_golden
@@ -150,6 +151,14 @@ def test_packed_sequences_are_those_by_themselves(published: Qwen3Moe, found: An
     (_, (_, alone)), _ = plain(graded(published, *packed(*parts)))
     np.testing.assert_array_equal(aux.load, alone.load)
     assert aux.load.sum() == NUM_LAYERS * NUM_CHOICES * 39
+
+
+def test_positions_count_from_the_start_of_each_sequence() -> None:
+    """Which no logit shows but by its rounding, since rotations see differences alone."""
+    ids = jnp.asarray([[0, 0, 1, 1, 1, 3, 3, 0], [2, 2, 2, 2, 2, 2, 2, 1]])
+    position = [[0, 1, 0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6, 0]]
+    np.testing.assert_array_equal(Place(ids, ids).position, position)
+    np.testing.assert_array_equal(Place(ids, None).position, [range(8)])
 
 
 def test_an_id_that_comes_back_is_another_sequence(published: Qwen3Moe) -> None:

@@ -64,6 +64,24 @@ def test_takes_arrays_of_jax_and_gives_what_a_file_takes(tmp_path: Path) -> None
         np.testing.assert_array_equal(a, b)
 
 
+def aligned(a: np.ndarray) -> np.ndarray:
+    """A copy that lies as JAX takes it for its own on a CPU."""
+    memory = np.zeros(a.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + a.nbytes].view(a.dtype).reshape(a.shape)
+    copy[...] = a
+    return copy
+
+
+def test_parameters_are_not_the_memory_of_the_tensors() -> None:
+    tensors = {name: aligned(a) for name, a in qwen3_tensors.tensors("published").items()}
+    model = abstract()
+    load_weights(model, tensors)
+    for a in tensors.values():
+        a[...] = 0
+    assert_same(export_weights(model), qwen3_tensors.tensors("published"))
+
+
 class CountingNumpy:
     """NumPy, which counts what it takes from devices."""
 
