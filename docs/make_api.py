@@ -14,7 +14,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "jax_megamoe"
 PAGE = ROOT / "docs" / "api.md"
 # Public modules besides the package itself, whose names are what its __init__.py re-exports.
-MODULES = ("nnx", "linen", "presets", "layouts", "weights")
+MODULES = (
+    "nnx",
+    "linen",
+    "presets",
+    "layouts",
+    "weights",
+    "models.qwen3_moe",
+    "models.qwen3_weights",
+    "models.safetensors",
+)
 # Programs: what they say of themselves.
 PROGRAMS = ("doctor",)
 HEAD = """\
@@ -41,7 +50,7 @@ def page() -> str:
 
 
 def _parsed(module: str) -> tuple[ast.Module, list[str]]:
-    source = (PACKAGE / f"{module}.py").read_text()
+    source = (PACKAGE / f"{module.replace('.', '/')}.py").read_text()
     return ast.parse(source), source.splitlines()
 
 
@@ -59,8 +68,12 @@ def _re_exports(importer: str, node: ast.ImportFrom) -> Iterator[str]:
     names = [alias.name for alias in node.names if alias.asname == alias.name]
     if names:
         source = str(node.module).removeprefix("jax_megamoe.")
-        definitions = {d.name: d for d in _definitions(_parsed(source)[0])}
-        yield from (_entry(importer, definitions[name]) for name in names)
+        tree, lines = _parsed(source)
+        described = {d.name: _entry(importer, d) for d in _definitions(tree)}
+        for member in tree.body:
+            if isinstance(member, ast.Assign) and (text := _constant(member, lines)) is not None:
+                described[ast.unparse(member.targets[0])] = text
+        yield from (described[name] for name in names)
 
 
 def _module(module: str) -> Iterator[str]:

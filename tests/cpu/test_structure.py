@@ -30,14 +30,15 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
     "ffi": _BASE | {"comm", "pipeline", "roles", "kernel", "plan", "host"},
 }
 
-# Modules of jax_megamoe by which others they may import. Nothing imports the package itself, which
-# re-exports.
+# Modules of jax_megamoe by which others they may import; those in a folder by its name and theirs.
+# Nothing imports the package itself, which re-exports, nor models, but models.
 _BASE_MODULES = {"config", "validation", "_guard", "_ids", "activation"}
 _QUANTIZED = {"quantization", "_quantized_checks"}
 _LEAVES = _BASE_MODULES | _QUANTIZED | {"plan", "memory", "reference", "_ffi"}
 _CALL = _LEAVES | {"_backend", "ops", "sharding"}
 _ROUTER = {"_router_checks", "_router_losses", "presets", "router"}
 _LAYER = {"_layer", "_layer_checks"}
+_QWEN3_PARTS = {"models.qwen3_config", "models.qwen3_layers"}
 _MODULES = _CALL | _ROUTER | _LAYER | {"nnx", "linen"}
 PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
@@ -66,6 +67,12 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "linen": {"config", "quantization"} | _LAYER,
     "layouts": {"validation"},
     "weights": {"config", "validation", "layouts"},
+    "models.__init__": set(),
+    "models.qwen3_config": {"config", "validation"},
+    "models.qwen3_layers": {"config", "presets", "nnx", "models.qwen3_config"},
+    "models.qwen3_moe": {"config", "validation", "nnx"} | _QWEN3_PARTS,
+    "models.qwen3_weights": {"validation", "layouts", "weights", "models.qwen3_moe"} | _QWEN3_PARTS,
+    "models.safetensors": {"validation"},
     "__init__": _MODULES,
     "_machine": {"_ffi"},
     "_diagnosis": _LEAVES | {"_backend", "_machine"},
@@ -154,7 +161,10 @@ def imported_modules(module: str, tree: ast.Module) -> set[str]:
         else:
             continue
         parts = [name.split(".") for name in names]
-        imported |= {(p + ["__init__"])[1] for p in parts if p[0] == "jax_megamoe"}
+        for package, *path in parts:
+            if package == "jax_megamoe":
+                path += ["__init__", "__init__"]
+                imported.add(f"models.{path[1]}" if path[0] == "models" else path[0])
     return imported - {module}
 
 
@@ -164,7 +174,7 @@ def import_faults(sources: Sources) -> list[str]:
     for path, text in sources.items():
         if not re.fullmatch(r"jax_megamoe/.*\.py", path):
             continue
-        module = path.removeprefix("jax_megamoe/").removesuffix(".py")
+        module = path.removeprefix("jax_megamoe/").removesuffix(".py").replace("/", ".")
         if module not in PYTHON_MAY_IMPORT:
             faults.append(f"{path} has no place in the order of imports")
             continue
@@ -266,6 +276,15 @@ _LONG_FUNCTION = "def long():\n" + "    pass\n" * MAX_FUNCTION_LINES
         (import_faults, "jax_megamoe/nnx.py", "from jax_megamoe.linen import MegaMoE\n"),
         (import_faults, "jax_megamoe/router.py", "from jax_megamoe import ops\n"),
         (import_faults, "jax_megamoe/misc.py", ""),
+        (import_faults, "jax_megamoe/models/misc.py", ""),
+        (
+            import_faults,
+            "jax_megamoe/nnx.py",
+            "from jax_megamoe.models.qwen3_moe import Qwen3Moe\n",
+        ),
+        (import_faults, "jax_megamoe/nnx.py", "from jax_megamoe import models\n"),
+        (import_faults, "jax_megamoe/models/qwen3_config.py", "from jax_megamoe import nnx\n"),
+        (import_faults, "jax_megamoe/models/safetensors.py", "import jax_megamoe.models\n"),
         (size_faults, "jax_megamoe/ops.py", "\n" * (MAX_FILE_LINES + 1)),
         (size_faults, "cuda/plan/plan.cu", "\n" * (MAX_FILE_LINES + 1)),
         (size_faults, "tests/cpu/test_ops.py", _LONG_FUNCTION),
@@ -292,6 +311,11 @@ def test_each_violation_is_found(
         (assembly_faults, "cuda/ptx/sync.cuh", 'asm volatile("fence;");\n'),
         (import_faults, "jax_megamoe/_layer.py", "from jax_megamoe import ops, router\n"),
         (import_faults, "jax_megamoe/ops.py", "import jax\nfrom jax_megamoe.config import Dims\n"),
+        (
+            import_faults,
+            "jax_megamoe/models/qwen3_layers.py",
+            "from jax_megamoe import presets\nfrom jax_megamoe.models import qwen3_config\n",
+        ),
         (size_faults, ".ci/locks/cpu.txt", "\n" * (MAX_FILE_LINES + 1)),
         (machine_path_faults, "README.md", "jax_megamoe/root/x and ~/home/me/x\n"),
         (prose_faults, "docs/guide.md", "[here](guide.md#top), [there](https://jax.dev/x)\n"),
