@@ -58,7 +58,7 @@ class TileBiases {
     if (!exist_) return;
 #pragma unroll
     for (int block = 2 * c; block < 2 * c + 2; ++block) {
-      const int lane = 4 * block + threadIdx.x % 4;
+      const int lane = 4 * block + ThreadAnew() % 4;
       const float low = __shfl_sync(kAllLanes, of_[chunk].x, lane);
       const float high = __shfl_sync(kAllLanes, of_[chunk].y, lane);
       float* const sums = acc + 32 * chunk + 4 * block;
@@ -75,7 +75,7 @@ class TileBiases {
                                                 int first) {
     if (first >= num_columns) return {0, 0};
     const float* from = biases + int64_t{expert} * num_columns + first;
-    return __ldg(reinterpret_cast<const float2*>(from) + threadIdx.x % kWarpThreads);
+    return __ldg(reinterpret_cast<const float2*>(from) + ThreadAnew() % kWarpThreads);
   }
 
   bool exist_ = false;
@@ -88,14 +88,14 @@ struct RowDots {
 
   // Of the vector what the next 64 columns need.
   __device__ __forceinline__ void Load(const float* vector) {
-    const float4* const from = reinterpret_cast<const float4*>(vector) + 4 * (threadIdx.x % 4);
+    const float4* const from = reinterpret_cast<const float4*>(vector) + 4 * (ThreadAnew() % 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) next_[i] = __ldg(from + i);
   }
   // 64 columns. rows: the consumer's, of A in a stage.
   __device__ __forceinline__ void Add(uint32_t rows) {
     const uint32_t row = ThreadRow();
-    const uint32_t quarter = threadIdx.x % 4;
+    const uint32_t quarter = ThreadAnew() % 4;
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
       const uint32_t at = rows + row * 128 + ((2 * quarter + i) ^ row % 8) * sizeof(uint4);
@@ -125,12 +125,12 @@ class ColumnSums {
  public:
   // Which row of eight is the lane's: eight lanes in turn have all banks.
   static __device__ __forceinline__ uint32_t LaneRow() {
-    const uint32_t i = threadIdx.x % kWarpThreads / 4;
+    const uint32_t i = ThreadAnew() % kWarpThreads / 4;
     return i / 2 + i % 2 * 4;
   }
   // The first of the lane's columns, of the consumer's.
   static __device__ __forceinline__ uint32_t LaneColumn() {
-    return threadIdx.x % kGroupThreads / 4 / 8 * 32 + threadIdx.x % 4 * 8;
+    return ThreadAnew() % kGroupThreads / 4 / 8 * 32 + ThreadAnew() % 4 * 8;
   }
 
   // 64 rows. columns: the consumer's, of B in a stage. weights: of the lane's row of each eight.
@@ -162,7 +162,7 @@ class ColumnSums {
       }
     }
     const int column = LaneColumn();
-    if (threadIdx.x % kWarpThreads >= 4 || column >= num_columns) return;
+    if (ThreadAnew() % kWarpThreads >= 4 || column >= num_columns) return;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       to[column + j] = adds ? to[column + j] + of_[j] : of_[j];

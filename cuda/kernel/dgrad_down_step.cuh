@@ -152,7 +152,7 @@ struct DgradDownStep : TokenStep {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       AddLanes(begun.dots.of[i]);
-      if (threadIdx.x % 4 == 0) {
+      if (ThreadAnew() % 4 == 0) {
         p.bias_rows[begun.row + 8 * i] = {begun.dots.of[i], begun.weight[i]};
       }
     }
@@ -197,8 +197,6 @@ struct DgradDownStep : TokenStep {
   static __device__ __forceinline__ void Finish(const BackwardParams& p, const TileItem& item,
                                                 int consumer, const Rows& rows, float (&dh)[128],
                                                 Staging& staging, Stages stages) {
-    uint32_t to = staging.Columns(ThreadAnew());
-    ptx::PinRegister(to);
     float dw[2] = {0, 0};
 #pragma unroll 1
     for (int part = 0; part < Parts::kParts; ++part) {
@@ -207,7 +205,8 @@ struct DgradDownStep : TokenStep {
       if (Parts::Exists(p, item, part)) {
 #pragma unroll kVectorsAtOnce
         for (int v = 0; v < kPartVectors; ++v) {
-          FinishColumns(p, rows, dh + (kVectorsAtOnce > 1 ? 8 * v : 0), dw, from, v, to, staging);
+          FinishColumns(p, rows, dh + (kVectorsAtOnce > 1 ? 8 * v : 0), dw, from, v,
+                        staging.Columns(ThreadAnew()), staging);
           if (kVectorsAtOnce == 1) MoveToFront<8, 32>(dh);
         }
         MoveToFront<32, 128>(dh);
@@ -303,7 +302,7 @@ struct DgradDownStep : TokenStep {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       AddLanes(dw[i]);
-      if (threadIdx.x % 4 == 0) {
+      if (ThreadAnew() % 4 == 0) {
         p.dw_partial[int64_t{row + 8 * i} * NumDgradDownTiles(p) + item.n] = dw[i];
       }
     }

@@ -33,7 +33,7 @@ class Staging {
   __device__ __forceinline__ void Put(int chunk, int c, const uint32_t (&packed)[4]) const {
     PutAt(Columns(threadIdx.x), chunk, c, packed);
   }
-  // columns: of the thread; a finish with little room makes them itself, for as long as it runs.
+  // columns: of the thread; a finish with few registers makes them anew each time.
   static __device__ __forceinline__ void PutAt(uint32_t columns, int chunk, int c,
                                                const uint32_t (&packed)[4]) {
     ptx::StoreMatrix((columns ^ c * 32) + chunk % kStagingBuffers * ptx::kChunkBytes, packed);
