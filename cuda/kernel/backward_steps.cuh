@@ -31,21 +31,10 @@ struct BackwardSteps : TokenSums<kWithPeers, BackwardParams> {
   static constexpr int kMultiplyRegisters = 192;
   // Accumulators that stayed in place would take the registers in which one step finishes.
   static constexpr bool kKeepsAccumulators = false;
-  // As in the forward.
-  static constexpr bool kFewRegisters = false;
 
-  // Calls f.template operator()<Step>() for the step with the given number.
   template <typename F>
   static __device__ __forceinline__ void With(int step, F&& f) {
-    if (step == DgradDown::kStep) {
-      f.template operator()<DgradDown>();
-    } else if (step == DgradGateUpStep::kStep) {
-      f.template operator()<DgradGateUpStep>();
-    } else if (step == WgradDown::kStep) {
-      f.template operator()<WgradDown>();
-    } else {
-      f.template operator()<WgradGateUp>();
-    }
+    WithStep<DgradDown, DgradGateUpStep, WgradDown, WgradGateUp>(step, f);
   }
 
   // ---- dispatch: x and dy, each to its pool ----

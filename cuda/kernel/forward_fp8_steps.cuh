@@ -166,11 +166,7 @@ struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, /*kWithPeers=*/false, SwiGlu
 
   template <typename F>
   static __device__ __forceinline__ void With(int step, F&& f) {
-    if (step == GateUp::kStep) {
-      f.template operator()<GateUp>();
-    } else {
-      f.template operator()<Down>();
-    }
+    WithStep<GateUp, Down>(step, f);
   }
 
   static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int, int token) {

@@ -231,17 +231,10 @@ struct ForwardSteps : TokenSums<kWithPeers, ForwardParams> {
   static constexpr int kMultiplyRegisters = 192;
   // Accumulators that stay in place from item to item need no instructions that clear them.
   static constexpr bool kKeepsAccumulators = true;
-  // Whether what is the same for a warp is computed again rather than kept in registers.
-  static constexpr bool kFewRegisters = false;
 
-  // Calls f.template operator()<Step>() for the step with the given number.
   template <typename F>
   static __device__ __forceinline__ void With(int step, F&& f) {
-    if (step == GateUp::kStep) {
-      f.template operator()<GateUp>();
-    } else {
-      f.template operator()<Down>();
-    }
+    WithStep<GateUp, Down>(step, f);
   }
 
   // ---- dispatch: x to the pool. Pads stay as they are, since a row of h and o depends on its own

@@ -70,6 +70,19 @@ __device__ __forceinline__ int ThreadRow() {
   return thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
 }
 
+// Calls f.template operator()<Step>() for that of the steps which has the number; the last one is
+// not asked.
+template <typename Step, typename... Others, typename F>
+__device__ __forceinline__ void WithStep(int step, F&& f) {
+  if constexpr (sizeof...(Others) == 0) {
+    f.template operator()<Step>();
+  } else if (step == Step::kStep) {
+    f.template operator()<Step>();
+  } else {
+    WithStep<Others...>(step, f);
+  }
+}
+
 // What a step does not do unless it says so.
 struct PlainStep {
   // Puts its whole result by Finish, not sixteen columns at a time by PutColumns.

@@ -31,6 +31,8 @@ struct TokenSums {
   static constexpr int kSumColumns = kWithPeers ? 4 : kVector;
   // What a lane sums at once: as many as its registers hold.
   static constexpr int kLaneColumns = 16;
+  // Whether what is the same for a warp is computed again rather than kept in registers.
+  static constexpr bool kFewRegisters = false;
 
   // The row of a token in an array [T, H] of its rank.
   static __device__ __forceinline__ const uint4* RowOf(const Params& p, const uint4* own,
