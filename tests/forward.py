@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_megamoe import _ffi, mega_moe
-from jax_megamoe.config import ClampedSwiGLU, Dims, MegaMoEConfig
+from jax_megamoe.config import TILE_ROWS, ClampedSwiGLU, Dims, MegaMoEConfig
+from jax_megamoe.plan import forward_steps, make_plan
 from tests.cases import Batch, Size, normal_of
 
 # T, K, E, H, I: one tile and many, one column tile and many, half tiles, more routes than a batch.
@@ -47,6 +49,19 @@ def dims_of(batch: Batch) -> Dims:
     (tokens, hidden), choices = batch.x.shape, batch.expert_idx.shape[1]
     experts, _, intermediate = batch.w_gate.shape
     return one_rank(T=tokens, K=choices, E=experts, H=hidden, I=intermediate)
+
+
+def kinds_of_whole_trace(records: Any, batch: Batch) -> np.ndarray:
+    """What each record of a forward's trace is of, which has one for every item."""
+    dims = dims_of(batch)
+    steps = forward_steps(dims)
+    num_tiles = make_plan(batch.expert_idx[None], dims, 0, steps).expert_start[-1] // TILE_ROWS
+    count, *_ = np.asarray(records)[0]
+    start, end, _, kind = np.asarray(records).view(np.uint32)[1 : 1 + count].T
+    assert count < records.shape[0] and (end - start < 10**9).all()
+    for s, part in ((0, 2), (1, 4)):  # gate_up and down, see cuda/shared/part.h
+        assert (kind == part).sum() == num_tiles * steps[s].tiles_n
+    return kind
 
 
 def operands(batch: Batch) -> list[Any]:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi, mega_moe
-from jax_megamoe.config import TILE_ROWS, Dims, MegaMoEConfig
-from jax_megamoe.plan import forward_steps, make_plan
+from jax_megamoe.config import Dims, MegaMoEConfig
 from tests import cases, compare
 from tests.backward import with_gate
 from tests.cases import BF16, F32, ROUTINGS, Batch
@@ -18,6 +17,7 @@ from tests.forward import (
     SIZES,
     dims_of,
     forward,
+    kinds_of_whole_trace,
     launched,
     operands,
     poison_free_memory,
@@ -86,13 +86,7 @@ def test_a_trace_records_every_item_and_changes_nothing() -> None:
     traced = jax.jit(functools.partial(_ffi.forward_call, **options, trace=True))
     y, _, records = traced(*operands(batch))
     compare.assert_bitwise(y, want, "y")
-    steps = forward_steps(dims)
-    num_tiles = make_plan(batch.expert_idx[None], dims, 0, steps).expert_start[-1] // TILE_ROWS
-    count, *_ = np.asarray(records)[0]
-    start, end, _, kind = np.asarray(records).view(np.uint32)[1 : 1 + count].T
-    assert count < records.shape[0] and (end - start < 10**9).all()
-    for s, part in ((0, 2), (1, 4)):  # gate_up and down, see cuda/shared/forward.h
-        assert (kind == part).sum() == num_tiles * steps[s].tiles_n
+    kind = kinds_of_whole_trace(records, batch)
     assert {1, 2, 4, 8} <= set(kind.tolist()) <= {1, 2, 4, 8, 16 | 2, 16 | 4}
 
 

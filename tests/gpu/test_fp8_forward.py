@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi, mega_moe, quantize_expert_weights
-from jax_megamoe.config import TILE_ROWS
 from jax_megamoe.memory import gate_up_array
-from jax_megamoe.plan import forward_steps, make_plan
 from tests import backward, cases, compare, fp8, fp8_programs
 from tests.cases import BF16, F32, ROUTINGS, Batch
-from tests.forward import dims_of, operands, poison_free_memory, random_batch
+from tests.forward import (
+    dims_of,
+    kinds_of_whole_trace,
+    operands,
+    poison_free_memory,
+    random_batch,
+)
 from tests.forward_programs import ROLES, counted
 from tests.fp8_programs import SIZES, forward, launched
 from tests.gated import no_biases, swiglu
@@ -161,16 +165,10 @@ def test_zeros_and_what_is_not_finite_stay_with_their_token() -> None:
 
 def test_a_trace_records_every_item_and_changes_nothing() -> None:
     batch = random_batch(SIZES[5], "distinct")
-    dims, want = dims_of(batch), y_of(batch)
+    want = y_of(batch)
     y, _, records = forward(batch, trace=True)
     compare.assert_bitwise(y, want, "y")
-    steps = forward_steps(dims)
-    num_tiles = make_plan(batch.expert_idx[None], dims, 0, steps).expert_start[-1] // TILE_ROWS
-    count, *_ = np.asarray(records)[0]
-    start, end, _, kind = np.asarray(records).view(np.uint32)[1 : 1 + count].T
-    assert count < records.shape[0] and (end - start < 10**9).all()
-    for s, part in ((0, 2), (1, 4)):  # gate_up and down, see cuda/shared/part.h
-        assert (kind == part).sum() == num_tiles * steps[s].tiles_n
+    kinds_of_whole_trace(records, batch)
 
 
 @pytest.mark.parametrize("x_dtype", [BF16, F32])
