@@ -31,15 +31,9 @@ CudaStatus MakeMaps(const Fp8ForwardCall& c, Fp8ForwardMaps* maps) {
   });
 }
 
-// Of rows of M codes and M x N weights; low, high: of the blocks of either half of a tile's
-// columns.
-Fp8Scales ScalesOf(void* rows, const QuantizedMatrix& low, const QuantizedMatrix& high, int M,
-                   int N) {
-  return {static_cast<float*>(rows) + FirstScale(M, 0),
-          CodeRowFloats(M),
-          M / kFp8Group,
-          {low.scales, high.scales},
-          N / kFp8Group};
+// Of rows of D codes.
+RowScales ScalesOf(void* rows, int D) {
+  return {static_cast<float*>(rows) + FirstScale(D, 0), CodeRowFloats(D)};
 }
 
 }  // namespace
@@ -56,12 +50,13 @@ CudaStatus RunFp8Forward(cudaStream_t stream, const Fp8ForwardCall& c) {
   params.gate_up = static_cast<uint4*>(c.gate_up);
   params.pool_rows = c.pool_rows;
   params.unit = c.unit;
-  params.x_codes = static_cast<uint8_t*>(c.x_codes);
+  params.x_codes = static_cast<const uint8_t*>(c.x_codes);
   params.x_pool = static_cast<uint8_t*>(c.x_pool);
-  params.gate_up_scales = ScalesOf(c.x_pool, c.w_gate, c.w_up, c.H, c.I);
-  params.down_scales = ScalesOf(c.h, c.w_down, c.w_down, c.I, c.H);
-  const QuantizeParams quantize = {static_cast<const uint4*>(c.x), params.x_codes, c.plan.dims.T,
-                                   c.H};
+  params.x_rows = ScalesOf(c.x_pool, c.H);
+  params.h_rows = ScalesOf(c.h, c.I);
+  params.scales = {c.w_gate.scales, c.w_up.scales, c.w_down.scales};
+  const QuantizeParams quantize = {static_cast<const uint4*>(c.x), static_cast<uint8_t*>(c.x_codes),
+                                   c.plan.dims.T, c.H};
   if (CudaStatus status = LaunchQuantizeRows(stream, quantize); !status.ok()) return status;
   return RunLaunches(stream, c, c.x, nullptr, NumForwardCounters(c.pool_rows), &params,
                      [&](int num_multiprocessors, bool starts_early) {

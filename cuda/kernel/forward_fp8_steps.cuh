@@ -19,12 +19,22 @@ struct Fp8Product : TokenProduct<ptx::Major::kK> {
     LoadBox<kForBoth>(to, map, barrier, ptx::kEvictNormal, k * kBlockCodesK,
                       item.row + half * kConsumerRows);
   }
+  // Of columns behind the last, whose products are 0 and are not stored, the last.
+  static __device__ __forceinline__ int ColumnBlock(const TileItem& item, int half,
+                                                    int num_blocks) {
+    return min(item.n * 2 + half, num_blocks - 1);
+  }
+  // The scale of a block of expert e's rows x columns, in blocks.
+  static __device__ __forceinline__ const float* Block(const float* scales, int e, int rows,
+                                                       int columns, int row, int column) {
+    return scales + ((e * rows + row) * columns + column);
+  }
 };
 
 // x [Wg | Wu].
 struct Fp8GateUpProduct : Fp8Product {
   static __device__ __forceinline__ int NumKBlocks(const Fp8ForwardParams& p, const TileItem&) {
-    return p.gate_up_scales.num_k_blocks;
+    return p.H / kBlockCodesK;
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadRows(const Fp8ForwardMaps& maps,
@@ -40,18 +50,20 @@ struct Fp8GateUpProduct : Fp8Product {
     LoadBox<kForBoth>(to, half == 0 ? maps.w_gate : maps.w_up, barrier, ptx::kEvictLast,
                       k * kBlockCodesK, item.expert * p.I + item.n * kGateUpColumns);
   }
-  static __device__ __forceinline__ const Fp8Scales& Scales(const Fp8ForwardParams& p) {
-    return p.gate_up_scales;
+  static __device__ __forceinline__ const RowScales& Rows(const Fp8ForwardParams& p) {
+    return p.x_rows;
   }
-  static __device__ __forceinline__ int BlockColumn(const Fp8ForwardParams&, int n, int) {
-    return n;
+  static __device__ __forceinline__ const float* Scale(const Fp8ForwardParams& p,
+                                                       const TileItem& item, int half, int k) {
+    return Block(half == 0 ? p.scales.gate : p.scales.up, item.expert, p.H / kFp8Group,
+                 p.I / kFp8Group, k, item.n);
   }
 };
 
 // h Wd.
 struct Fp8DownProduct : Fp8Product {
   static __device__ __forceinline__ int NumKBlocks(const Fp8ForwardParams& p, const TileItem&) {
-    return p.down_scales.num_k_blocks;
+    return p.I / kBlockCodesK;
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadRows(const Fp8ForwardMaps& maps,
@@ -67,12 +79,14 @@ struct Fp8DownProduct : Fp8Product {
     LoadBox<kForBoth>(to, maps.w_down, barrier, ptx::kEvictLast, k * kBlockCodesK,
                       item.n * kDownColumns + half * kFp8Group, item.expert);
   }
-  static __device__ __forceinline__ const Fp8Scales& Scales(const Fp8ForwardParams& p) {
-    return p.down_scales;
+  static __device__ __forceinline__ const RowScales& Rows(const Fp8ForwardParams& p) {
+    return p.h_rows;
   }
-  // Of columns behind the last, whose products are 0 and are not stored, the last.
-  static __device__ __forceinline__ int BlockColumn(const Fp8ForwardParams& p, int n, int half) {
-    return min(n * (kDownColumns / kFp8Group) + half, p.down_scales.num_columns - 1);
+  static __device__ __forceinline__ const float* Scale(const Fp8ForwardParams& p,
+                                                       const TileItem& item, int half, int k) {
+    const int columns = p.H / kFp8Group;
+    return Block(p.scales.down, item.expert, p.I / kFp8Group, columns, k,
+                 ColumnBlock(item, half, columns));
   }
 };
 
@@ -96,12 +110,12 @@ struct Fp8GateUpStep : ForwardStepsOf<SwiGlu, kKeeps>::GateUp {
       largest[j / 2 % 2] = ptx::MaxOrNan(largest[j / 2 % 2], fabsf(acc[j]));
     }
     const int row = item.row + consumer * kConsumerRows + ThreadRow();
-    float* const scales = p.down_scales.rows + int64_t{row} * p.down_scales.row_floats + item.n;
+    float* const scales = p.h_rows.first + int64_t{row} * p.h_rows.row_floats + item.n;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const Fp8Scale scale = Fp8Scale::Of(LargestOfRow(largest[r]));
       // Before the buffer is handed over: the store warp publishes the tile behind it.
-      if (threadIdx.x % 4 == 0) scales[r * 8 * p.down_scales.row_floats] = scale.scale;
+      if (threadIdx.x % 4 == 0) scales[r * 8 * p.h_rows.row_floats] = scale.scale;
 #pragma unroll
       for (int j = 2 * r; j < 64; j += 4) {
         acc[j] = scale.Scaled(acc[j]);
@@ -158,8 +172,8 @@ struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, /*kWithPeers=*/false, SwiGlu
   static constexpr int kAnnounceAhead = 4;
 
   static constexpr int kLaneColumns = 8;
-  static constexpr int kServiceRegisters = 88;
-  static constexpr int kMultiplyRegisters = 208;
+  static constexpr int kServiceRegisters = 72;
+  static constexpr int kMultiplyRegisters = 216;
   // What is kept between K-blocks are sums of scaled products, which begin with 0.
   static constexpr bool kKeepsAccumulators = false;
   static constexpr bool kFewRegisters = true;

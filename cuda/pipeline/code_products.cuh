@@ -62,6 +62,13 @@ class ProductScales {
  public:
   // Loads what does not depend on other work of the call.
   __device__ __forceinline__ ProductScales(const Params& p, const TileItem& item) : p_(p) {
+    const int thread = ThreadAnew();
+    const int lane = thread % kQuad;
+    // The first of the thread's two rows, or the one 8 below.
+    const int row = (thread - kGroupThreads) / kWarpThreads * 16 + thread % kWarpThreads / kQuad +
+                    lane / kRowLanes * 8;
+    at_ = row * Product::Rows(p_).row_floats + lane % kRowLanes;
+    ptx::PinRegister(at_);
     LoadBlocks(item, 0);
   }
 
@@ -94,63 +101,57 @@ class ProductScales {
 
   // Past the L1 cache: another multiprocessor may have written them.
   __device__ __forceinline__ void LoadRows(const TileItem& item, int k) {
-    const int thread = ThreadAnew();
-    const int lane = thread % kQuad;
-    // The first of the thread's two rows, or the one 8 below.
-    const int row = item.row + (thread - kGroupThreads) / kWarpThreads * 16 +
-                    thread % kWarpThreads / kQuad + lane / kRowLanes * 8;
-    const auto& scales = Product::Scales(p_);
-    row_ = __ldcg(scales.rows + int64_t{row} * scales.row_floats + k + lane % kRowLanes);
+    const RowScales& rows = Product::Rows(p_);
+    row_ = __ldcg(rows.first + (int64_t{item.row} * rows.row_floats + k) + at_);
   }
   // Behind the last K-block, the last again.
   __device__ __forceinline__ void LoadBlocks(const TileItem& item, int k) {
     const int lane = ThreadAnew() % kWarpThreads;
-    const auto& scales = Product::Scales(p_);
-    const int own = min(k + lane % kBlockLanes, scales.num_k_blocks - 1);
-    const int column = Product::BlockColumn(p_, item.n, lane / kBlockLanes);
-    block_ = __ldg((lane < kBlockLanes ? scales.blocks[0] : scales.blocks[1]) +
-                   (item.expert * scales.num_k_blocks + own) * scales.num_columns + column);
+    const int own = min(k + lane % kBlockLanes, Product::NumKBlocks(p_, item) - 1);
+    block_ = __ldg(Product::Scale(p_, item, lane / kBlockLanes, own));
   }
 
   const Params& p_;
+  int at_;
   float row_;
   float block_;
 };
 
-// The product of an item. Product::Scales(p) says where its scales lie, and BlockColumn(p, n, half)
-// in which column of blocks those of half of the columns of tile n.
+// The product of an item. Product::Rows(p) has the scales of A, and Scale(p, item, half, k) says
+// where that of half of the columns of B lies.
 template <typename Product, typename Params>
 class CodeProducts {
  public:
-  __device__ __forceinline__ CodeProducts(SharedMemory& shared, const Params& params, int consumer,
+  __device__ __forceinline__ CodeProducts(SharedMemory& shared, const Params& params,
                                           const HeldItem& held)
-      : shared_(shared), p_(params), consumer_(consumer), held_(held) {}
+      : shared_(shared), p_(params), held_(held) {}
 
-  // Adds to sums. stage: of the ring, the next one; release(stage) hands one back.
-  template <typename Release>
-  __device__ __forceinline__ void AddTo(float (&sums)[128], RingPosition<kNumStages>& stage,
-                                        Release release) const {
+  // Adds to sums. stage: of the ring, the next one.
+  __device__ __forceinline__ void AddTo(float (&sums)[128], RingPosition<kNumStages>& stage) const {
     ProductScales<Product, Params> scales(p_, held_.item());
-    Wait(stage);
+    uint32_t memory = ptx::SharedAddress(&shared_);
+    ptx::PinRegister(memory);  // it is not made anew each time
+    Wait(memory, stage);
     scales.Begin(held_.item());
-    const int num_k_blocks = Product::Scales(p_).num_k_blocks;
+    const int num_k_blocks = Product::NumKBlocks(p_, held_.item());
     float part[64];
 #pragma unroll
     for (float& sum : part) sum = 0;
 #pragma unroll 1
     for (int k = 0; k < num_k_blocks; ++k) {
-      Wait(stage);
-      Issue(part, stage.index(), 0);
+      Operands operands = OperandsOf(memory, stage.index());
+      Wait(memory, stage);
+      Issue(part, operands, 0);
+      operands = OperandsOf(memory, stage.index());  // anew, beside products
       stage.Advance();
       auto scale = scales.Of(k, 0);
       ptx::WgmmaWait<0>();
       AddScaled(sums, part, 0, scale.of);
       scale = scales.Of(k, 1);
-      // While no product takes registers.
+      Issue(part, operands, 1);
       if (k + 1 < num_k_blocks) scales.Advance(held_.item(), k + 1);
-      Issue(part, stage.last(), 1);
       ptx::WgmmaWait<0>();
-      release(stage.last());
+      ReleaseStage(memory, stage.last());
       AddScaled(sums, part, 1, scale.of);
     }
   }
@@ -158,20 +159,32 @@ class CodeProducts {
  private:
   static constexpr int kStepK = 32;  // k of an instruction
 
-  __device__ __forceinline__ void Wait(const RingPosition<kNumStages>& stage) const {
-    ptx::BarrierWait(AddressOf(shared_.stage_full, stage.index()), stage.parity());
+  static __device__ __forceinline__ void Wait(uint32_t memory,
+                                              const RingPosition<kNumStages>& stage) {
+    const uint32_t barrier = memory + offsetof(SharedMemory, stage_full);
+    ptx::BarrierWait(barrier + stage.index() * sizeof(uint64_t), stage.parity());
+  }
+
+  // Uniform over the warp, and the compiler knows it: descriptors take no registers of lanes.
+  struct Operands {
+    uint32_t a;
+    uint32_t b;
+  };
+  __device__ __forceinline__ Operands OperandsOf(uint32_t memory, uint32_t stage) const {
+    const uint32_t address = memory + stage * kStageBytes;
+    return {__shfl_sync(kAllLanes, address + ConsumerAnew() * ptx::kChunkBytes, 0),
+            __shfl_sync(kAllLanes, address + kStageABytes, 0)};
+  }
+  static __device__ __forceinline__ uint32_t ConsumerAnew() {
+    return ThreadAnew() / kGroupThreads - 1;
   }
 
   // The products of a stage, for half of the columns.
-  __device__ __forceinline__ void Issue(float (&part)[64], uint32_t stage, int half) const {
+  __device__ __forceinline__ void Issue(float (&part)[64], const Operands& operands,
+                                        int half) const {
     constexpr uint64_t kHalfB = (kStageBBytes / 2) >> 4;
-    // Uniform over the warp, and the compiler knows it: descriptors take no registers of lanes.
-    const auto descriptor = [&](uint32_t address) {
-      return ptx::TileDescriptor<ptx::Major::kK>(__shfl_sync(kAllLanes, address, 0));
-    };
-    const uint32_t address = AddressOf(shared_.stages, stage);
-    const uint64_t a = descriptor(address + consumer_ * ptx::kChunkBytes);
-    const uint64_t b = descriptor(address + kStageABytes) + half * kHalfB;
+    const uint64_t a = ptx::TileDescriptor<ptx::Major::kK>(operands.a);
+    const uint64_t b = ptx::TileDescriptor<ptx::Major::kK>(operands.b) + half * kHalfB;
     ptx::PinRegisters(part);
     ptx::WgmmaFence();
 #pragma unroll
@@ -195,7 +208,6 @@ class CodeProducts {
 
   SharedMemory& shared_;
   const Params& p_;
-  const int consumer_;
   const HeldItem& held_;
 };
 

@@ -67,10 +67,8 @@ class MultiplyRole {
     for (float& sum : acc) sum = 0;
   }
 
-  // Tells both blocks of the pair, a lane each: either may copy into the stage of both.
   __device__ __forceinline__ void ReleaseStage(uint32_t stage) {
-    const uint32_t lane = threadIdx.x % kWarpThreads;
-    if (lane < kPairBlocks) ptx::BarrierArriveAt(AddressOf(shared_.stage_empty, stage), lane);
+    megamoe::ReleaseStage(ptx::SharedAddress(&shared_), stage);
   }
 
   // The consumer's half of the tile is all pads: only the stages are handed back.
@@ -148,9 +146,7 @@ class MultiplyRole {
   __device__ __forceinline__ void MultiplyCodesAndPut(ProductList<Product>, const HeldItem& held) {
     float acc[128];
     Clear(acc);
-    CodeProducts<Product, Params>(shared_, p_, consumer_, held).AddTo(acc, stage_, [&](uint32_t s) {
-      ReleaseStage(s);
-    });
+    CodeProducts<Product, Params>(shared_, p_, held).AddTo(acc, stage_);
     const TileItem item = held.item();
     staging_.set_turns(held.turns());
     Put<Step>(acc, item, Step::Begin(p_, item, consumer_));
