@@ -5,31 +5,12 @@
 #pragma once
 
 #include "kernel/forward_steps.cuh"
+#include "kernel/fp8_product.cuh"
 #include "kernel/fp8_scale.cuh"
 #include "shared/forward_fp8.h"
 #include "shared/fp8.h"
 
 namespace megamoe {
-
-struct Fp8Product : TokenProduct<ptx::Major::kK> {
-  // 64 rows of codes of a tile of pool rows, of K-block k.
-  template <bool kForBoth>
-  static __device__ __forceinline__ void LoadCodes(const CUtensorMap& map, const TileItem& item,
-                                                   int half, int k, uint32_t to, uint32_t barrier) {
-    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictNormal, k * kBlockCodesK,
-                      item.row + half * kConsumerRows);
-  }
-  // Of columns behind the last, whose products are 0 and are not stored, the last.
-  static __device__ __forceinline__ int ColumnBlock(const TileItem& item, int half,
-                                                    int num_blocks) {
-    return min(item.n * 2 + half, num_blocks - 1);
-  }
-  // The scale of a block of expert e's rows x columns, in blocks.
-  static __device__ __forceinline__ const float* Block(const float* scales, int e, int rows,
-                                                       int columns, int row, int column) {
-    return scales + ((e * rows + row) * columns + column);
-  }
-};
 
 // x [Wg | Wu].
 struct Fp8GateUpProduct : Fp8Product {
@@ -135,28 +116,12 @@ struct Fp8GateUpStep : ForwardStepsOf<SwiGlu, kKeeps>::GateUp {
                        ptx::PackE4m3(acc[4 * j + 2], acc[4 * j + 3]));
     }
   }
-
- private:
-  // Over the four lanes of a row.
-  static __device__ __forceinline__ float LargestOfRow(float largest) {
-    largest = ptx::MaxOrNan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-    return ptx::MaxOrNan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-  }
 };
 
 // o = h Wd.
 struct Fp8DownStep : DownStep {
   using Products = ProductList<Fp8DownProduct>;
   static constexpr bool kIsOfCodes = true;
-};
-
-// How the dispatch finds rows: of codes, with their scales.
-struct CodeRows {
-  static constexpr int kColumnBytes = 1;
-  static __device__ __forceinline__ int Columns(const LayerParams& p) {
-    return CopiedCodeBytes(p.H);
-  }
-  static __device__ __forceinline__ int Stride(const LayerParams& p) { return CodeRowBytes(p.H); }
 };
 
 // What the roles need to know of this forward, on one rank.
@@ -166,14 +131,10 @@ struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, /*kWithPeers=*/false, SwiGlu
   using Maps = Fp8ForwardMaps;
   using GateUp = Fp8GateUpStep<kKeepsGateUp>;
   using Down = Fp8DownStep;
-  using DispatchedRows = CodeRows;
-  // An item has half as many K-blocks as in bf16, which take as long each: with more, those of down
-  // would be announced late.
-  static constexpr int kAnnounceAhead = 4;
-
-  static constexpr int kLaneColumns = 8;
-  static constexpr int kServiceRegisters = 72;
-  static constexpr int kMultiplyRegisters = 216;
+  static constexpr int kAnnounceAhead = CodeNeeds::kAnnounceAhead;
+  static constexpr int kLaneColumns = CodeNeeds::kLaneColumns;
+  static constexpr int kServiceRegisters = CodeNeeds::kServiceRegisters;
+  static constexpr int kMultiplyRegisters = CodeNeeds::kMultiplyRegisters;
   // What is kept between K-blocks are sums of scaled products, which begin with 0.
   static constexpr bool kKeepsAccumulators = false;
   static constexpr bool kFewRegisters = true;
@@ -183,6 +144,12 @@ struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, /*kWithPeers=*/false, SwiGlu
     WithStep<GateUp, Down>(step, f);
   }
 
+  static __device__ __forceinline__ int DispatchedBytes(const Params& p, int) {
+    return CopiedCodeBytes(p.H);
+  }
+  static __device__ __forceinline__ int DispatchedStride(const Params& p, int) {
+    return CodeRowBytes(p.H);
+  }
   static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int, int token) {
     return reinterpret_cast<const uint4*>(p.x_codes + int64_t{token} * CodeRowBytes(p.H));
   }

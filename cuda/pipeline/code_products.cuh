@@ -5,8 +5,9 @@
 // warpgroup waits for its products costs little: those of the other one run meanwhile. Two halves
 // on their way at once would be serialised by ptxas (C7514).
 //
-// The sums take 128 registers of a thread and those of a K-block 64. Hardly any are left for what
-// else lasts meanwhile, so that what can be is computed again, and the rest is held by lanes.
+// The sums take 128 registers of a thread and those of a K-block 64. Few are left for what else
+// lasts meanwhile, so that what can be is computed again, beside products, and the rest is held by
+// lanes.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,8 @@ class HeldItem {
             : lane == 2 ? item.expert
             : lane == 3 ? start_ns
             : lane == 4 ? turns
-                        : slot;
+            : lane == 5 ? slot
+                        : item.is_wide;
   }
   // But for what only other roles need.
   __device__ __forceinline__ TileItem item() const {
@@ -40,6 +42,7 @@ class HeldItem {
     item.row = Get(0);
     item.n = Get(1);
     item.expert = Get(2);
+    item.is_wide = Get(6);
     return item;
   }
   __device__ __forceinline__ uint32_t start_ns() const { return Get(3); }
@@ -126,8 +129,11 @@ class CodeProducts {
                                           const HeldItem& held)
       : shared_(shared), p_(params), held_(held) {}
 
-  // Adds to sums. stage: of the ring, the next one.
-  __device__ __forceinline__ void AddTo(float (&sums)[128], RingPosition<kNumStages>& stage) const {
+  // Adds to sums. stage: of the ring, the next one. Calls meanwhile(k) beside products of K-block
+  // k.
+  template <typename F>
+  __device__ __forceinline__ void AddTo(float (&sums)[128], RingPosition<kNumStages>& stage,
+                                        F meanwhile) const {
     ProductScales<Product, Params> scales(p_, held_.item());
     uint32_t memory = ptx::SharedAddress(&shared_);
     ptx::PinRegister(memory);  // it is not made anew each time
@@ -150,6 +156,7 @@ class CodeProducts {
       scale = scales.Of(k, 1);
       Issue(part, operands, 1);
       if (k + 1 < num_k_blocks) scales.Advance(held_.item(), k + 1);
+      meanwhile(k);
       ptx::WgmmaWait<0>();
       ReleaseStage(memory, stage.last());
       AddScaled(sums, part, 1, scale.of);

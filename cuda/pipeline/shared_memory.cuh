@@ -80,8 +80,9 @@ constexpr uint32_t kNumPieces = 4;
 constexpr uint32_t kPieceEnds = 16;
 struct PieceEnd {
   uint4* to;  // in a pool
-  uint32_t bytes;
-  int32_t of;  // see roles/dispatch.cuh
+  uint16_t bytes;
+  uint16_t array;  // which one is copied
+  int32_t of;      // see roles/dispatch.cuh
 };
 
 struct SharedMemory {
