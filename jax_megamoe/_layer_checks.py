@@ -12,6 +12,7 @@ from jax_megamoe.validation import (
     check_config,
     check_flag,
     check_float_dtype,
+    check_fp8_kernels,
     check_groups,
     check_mesh,
     check_size,
@@ -38,6 +39,7 @@ def check_layer(layer: Layer, kernel_init: Any) -> None:
         check_groups("hidden_size", H=layer.hidden_size)
         check_groups("intermediate_size", I=layer.intermediate_size)
     check_flag("expert_bias", layer.expert_bias)
+    check_fp8_kernels(layer.config, expert_bias=layer.expert_bias)
     if layer.config.return_counts:
         refuse(
             ValueError,

@@ -18,9 +18,11 @@ from jax_megamoe.config import (
     FP8_GROUP,
     INT32_MAX,
     KERNEL_MULTIPLE,
+    KERNEL_PRECISIONS,
     POOL_FACTOR,
     TILE_ROWS,
     Dims,
+    lacking_in_fp8,
 )
 from jax_megamoe.plan import (
     DGRAD_DOWN_COLS,
@@ -33,7 +35,13 @@ from jax_megamoe.plan import (
     plan_shapes,
     plan_sizes,
 )
-from jax_megamoe.validation import check_choice, check_flag, check_pool_factor, check_size
+from jax_megamoe.validation import (
+    check_choice,
+    check_flag,
+    check_pool_factor,
+    check_size,
+    refuse,
+)
 
 INT64_MAX = 2**63 - 1
 # The share of a device that JAX takes: its older name, and the newer one, of which one may be set.
@@ -76,12 +84,14 @@ class MemoryPlan:
 
     Attributes:
       operands_bytes: x, expert_weight (float32), expert_idx and the rank's weights, in bf16, and
-        biases, in float32.
+        biases, in float32. With precision "fp8_block" of the weights their codes in the order of
+        the forward, and the scales.
       y_bytes: the result, [T, H] in bf16.
       plan_bytes: the plan's arrays, int32.
       pool_bytes: [P, H] in bf16: x of each row, later its o. P is at most R T K + 127 E/R, the rows
-        of any routing, and at most pool_factor T K + 127 E/R where that is more than R K.
-      h_bytes: [P, I] in bf16.
+        of any routing, and at most pool_factor T K + 127 E/R where that is more than R K. With
+        precision "fp8_block" beside it the codes of x and those of each row's x.
+      h_bytes: [P, I] in bf16, or its codes.
       counters_bytes: the progress of a call.
       gate_up_bytes: [P, 2I] in bf16: what a forward with save="gate_up" keeps for its backward, on
         top of the total.
@@ -119,6 +129,7 @@ def memory_plan(
     combine_dtype: str = "float32",
     pool_factor: float = POOL_FACTOR,
     expert_bias: bool = False,
+    precision: str = "bf16",
 ) -> MemoryPlan:
     """The device memory of one forward call with backend="cuda", for any routing.
 
@@ -127,43 +138,48 @@ def memory_plan(
       I: intermediate size of an expert. R: ranks.
       combine_dtype, pool_factor: as in `MegaMoEConfig`.
       expert_bias: the experts have biases.
+      precision: as in `MegaMoEConfig`, one that has kernels. Of the quantised weights of
+        "fp8_block" it counts those that the forward reads.
 
     Raises:
-      TypeError: a size that is no integer, a dtype that is no string, a factor that is no number, a
-        flag that is none.
+      TypeError: a size that is no integer, a dtype or a precision that is no string, a factor that
+        is no number, a flag that is none.
       ValueError: a size outside the kernels' limits, more bytes than 64 bits hold, another dtype,
-        or another factor, naming it.
+        precision or factor, or what the kernels of the precision do not take, naming it.
     """
+    check_choice("precision", precision, KERNEL_PRECISIONS)
+    fine = FP8_GROUP if precision == "fp8_block" else KERNEL_MULTIPLE
     sizes = {"T": T, "K": K, "E": E, "R": R, "H": H, "I": I}
     for name, size in sizes.items():
-        multiple = KERNEL_MULTIPLE if name in ("H", "I") else 1
+        multiple = fine if name in ("H", "I") else 1
         check_size(name, size, INT32_MAX, least=0 if name == "T" else 1, multiple=multiple)
     check_choice("combine_dtype", combine_dtype, COMBINE_DTYPES)
     check_pool_factor(pool_factor)
     check_flag("expert_bias", expert_bias)
+    if precision == "fp8_block":
+        for what in lacking_in_fp8(R=R, expert_bias=expert_bias):
+            refuse(ValueError, "precision", f"{precision!r} with {what}", "'bf16' there")
     dims = Dims(**{name: int(size) for name, size in sizes.items()}, pool_factor=float(pool_factor))
-    return _memory_plan(dims, combine_dtype=combine_dtype, expert_bias=expert_bias)
+    return _memory_plan(dims, combine_dtype, expert_bias, precision)
 
 
-def _memory_plan(
-    dims: Dims,
-    keep_gate_up: bool = False,
-    combine_dtype: str = "float32",
-    expert_bias: bool = False,
-) -> MemoryPlan:
-    y, *plan, pool, h, counters = forward_results(dims)
+def _memory_plan(dims: Dims, combine_dtype: str, expert_bias: bool, precision: str) -> MemoryPlan:
+    operands = forward_operands(dims, expert_bias, precision)
+    results = forward_results(dims, precision=precision)
+    pools = _forward_pools(dims, precision)
+    y, *plan = results[: -1 - len(pools)]
+    h_bytes = sum(a.num_bytes for a in pools if a.name == "h")
     memory = MemoryPlan(
-        operands_bytes=_sum_bytes(forward_operands(dims, expert_bias)),
+        operands_bytes=_sum_bytes(operands),
         y_bytes=y.num_bytes,
         plan_bytes=_sum_bytes(plan),
-        pool_bytes=pool.num_bytes,
-        h_bytes=h.num_bytes,
-        counters_bytes=counters.num_bytes,
+        pool_bytes=_sum_bytes(pools) - h_bytes,
+        h_bytes=h_bytes,
+        counters_bytes=results[-1].num_bytes,
         gate_up_bytes=gate_up_array(dims).num_bytes,
         peer_bytes=_peer_bytes(dims, combine_dtype),
     )
-    arrays = forward_operands(dims, expert_bias) + forward_results(dims, keep_gate_up)
-    _check_countable("forward", dims, arrays)
+    _check_countable("forward", dims, operands + results)
     return memory
 
 
@@ -172,11 +188,17 @@ def forward_operands(
 ) -> list[ArraySize]:
     """The operands of the forward custom call, in their order."""
     return [
+        *_tokens(dims),
+        *(_forward_codes(dims) if precision == "fp8_block" else _weights(dims)),
+        *(_biases(dims) if expert_bias else []),
+    ]
+
+
+def _tokens(dims: Dims) -> list[ArraySize]:
+    return [
         ArraySize("x", (dims.T, dims.H), _BF16),
         ArraySize("expert_idx", (dims.T, dims.K), _I32),
         ArraySize("expert_weight", (dims.T, dims.K), _F32),
-        *(_quantized_weights(dims) if precision == "fp8_block" else _weights(dims)),
-        *(_biases(dims) if expert_bias else []),
     ]
 
 
@@ -189,12 +211,23 @@ def _weights(dims: Dims) -> list[ArraySize]:
     ]
 
 
-def _quantized_weights(dims: Dims) -> list[ArraySize]:
+def _forward_codes(dims: Dims) -> list[ArraySize]:
     """Codes of each expert's matrices in the order of the forward, and their scales."""
+    return [a for a in _quantized_weights(dims) if not a.name.endswith("natural")]
+
+
+def _backward_codes(dims: Dims) -> list[ArraySize]:
+    """Codes in the order of the backward, and for g and u in that of the forward, too."""
+    return [a for a in _quantized_weights(dims) if a.name != "w_down transposed"]
+
+
+def _quantized_weights(dims: Dims) -> list[ArraySize]:
+    """As `QuantizedExperts` has them."""
     arrays = []
     for name, (experts, rows, columns), _ in _weights(dims):
         scales = (experts, rows // FP8_GROUP, columns // FP8_GROUP)
         arrays += [
+            ArraySize(f"{name} natural", (experts, rows, columns), _E4M3),
             ArraySize(f"{name} transposed", (experts, columns, rows), _E4M3),
             ArraySize(f"{name} scales", scales, _F32),
         ]
@@ -282,22 +315,33 @@ def _up_to(multiple: int, num_bytes: int) -> int:
 
 
 def backward_operands(
-    dims: Dims, keep_gate_up: bool = False, expert_bias: bool = False
+    dims: Dims, keep_gate_up: bool = False, expert_bias: bool = False, precision: str = "bf16"
 ) -> list[ArraySize]:
     """The operands of the backward custom call, in their order."""
-    kept = [gate_up_array(dims)] if keep_gate_up else []
-    return [ArraySize("dy", (dims.T, dims.H), _BF16), *forward_operands(dims, expert_bias), *kept]
+    return [
+        ArraySize("dy", (dims.T, dims.H), _BF16),
+        *_tokens(dims),
+        *(_backward_codes(dims) if precision == "fp8_block" else _weights(dims)),
+        *(_biases(dims) if expert_bias else []),
+        *([gate_up_array(dims)] if keep_gate_up else []),
+    ]
 
 
 def backward_results(
-    dims: Dims, weight_gradients: jax.typing.DTypeLike | None, expert_bias: bool = False
+    dims: Dims,
+    weight_gradients: jax.typing.DTypeLike | None,
+    keep_gate_up: bool = False,
+    expert_bias: bool = False,
+    precision: str = "bf16",
 ) -> list[ArraySize]:
     """The results of the backward custom call, in their order; all but gradients are workspace.
 
     Args:
       weight_gradients: the dtype of the weights' gradients; None for a call without them. Those
         that several passes may add up come in float32, whatever it is, and those of biases always.
+      keep_gate_up: the call takes g and u of the forward.
       expert_bias: the experts have biases.
+      precision: as in `MegaMoEConfig`.
 
     Raises ValueError as `plan.plan_sizes`.
     """
@@ -317,6 +361,24 @@ def backward_results(
         ArraySize("counters", (_num_counters(rows) + dims.experts_per_rank,), _I32),
         # Of each row <dy, b_down> and the router weight.
         *([ArraySize("bias_rows", (rows, 2), _F32)] if expert_bias else []),
+        *(_backward_code_rows(dims, keep_gate_up) if precision == "fp8_block" else []),
+    ]
+
+
+def _backward_code_rows(dims: Dims, keep_gate_up: bool) -> list[ArraySize]:
+    """Those of dy, of dg beside du and, where g and u are computed again, of x."""
+    rows, of_hidden = dims.pool_rows, code_row_bytes(dims.H)
+    arrays = [
+        ArraySize("dy_codes", (dims.T, of_hidden), _U8),
+        ArraySize("dy_code_pool", (rows, of_hidden), _U8),
+        ArraySize("dz_codes", (rows, code_row_bytes(2 * dims.I)), _U8),
+    ]
+    if keep_gate_up:
+        return arrays
+    return [
+        *arrays,
+        ArraySize("x_codes", (dims.T, of_hidden), _U8),
+        ArraySize("x_code_pool", (rows, of_hidden), _U8),
     ]
 
 
@@ -391,10 +453,12 @@ def check_backward_fits(
     weight_gradients: jax.typing.DTypeLike | None,
     keep_gate_up: bool = False,
     expert_bias: bool = False,
+    precision: str = "bf16",
 ) -> None:
     """As `check_fits`, of a backward; weight_gradients as for `backward_results`."""
-    results = backward_results(dims, weight_gradients, expert_bias)
-    arrays = backward_operands(dims, keep_gate_up, expert_bias) + results
+    how = (keep_gate_up, expert_bias, precision)
+    results = backward_results(dims, weight_gradients, *how)
+    arrays = backward_operands(dims, *how) + results
     _check_countable("backward", dims, arrays)
     workspace = results[len(_gradients(dims, weight_gradients, expert_bias)) :]
     _check_device("backward", dims, arrays, _sum_bytes(workspace))

@@ -1,5 +1,6 @@
 #include "host/forward_fp8.h"
 
+#include "host/code_rows.h"
 #include "host/forward.h"
 #include "host/tensor_map.h"
 #include "kernel/forward_fp8.h"
@@ -10,10 +11,6 @@
 namespace megamoe {
 namespace {
 
-// Rows of D codes, without the scales behind them.
-Matrix Codes(void* rows, int64_t num_rows, int D) {
-  return {rows, num_rows, D, Element::kByte, CodeRowBytes(D)};
-}
 Matrix Weights(const QuantizedMatrix& m, int64_t rows, int columns) {
   return {const_cast<void*>(m.codes), rows, columns, Element::kByte};
 }
@@ -23,17 +20,12 @@ CudaStatus MakeMaps(const Fp8ForwardCall& c, Fp8ForwardMaps* maps) {
   constexpr int kHalfTile = kTileRows / 2;
   return FirstFailure({
       RowsMap({c.o, c.pool_rows, c.H}, kHalfTile, &maps->pool),
-      RowsMap(Codes(c.x_pool, c.pool_rows, c.H), kHalfTile, &maps->x),
-      RowsMap(Codes(c.h, c.pool_rows, c.I), kHalfTile, &maps->h),
+      RowsMap(CodeRows(c.x_pool, c.pool_rows, c.H), kHalfTile, &maps->x),
+      RowsMap(CodeRows(c.h, c.pool_rows, c.I), kHalfTile, &maps->h),
       RowsMap(Weights(c.w_gate, experts * c.I, c.H), kFp8Group, &maps->w_gate),
       RowsMap(Weights(c.w_up, experts * c.I, c.H), kFp8Group, &maps->w_up),
       StackedRowsMap(Weights(c.w_down, c.H, c.I), experts, kFp8Group, &maps->w_down),
   });
-}
-
-// Of rows of D codes.
-RowScales ScalesOf(void* rows, int D) {
-  return {static_cast<float*>(rows) + FirstScale(D, 0), CodeRowFloats(D)};
 }
 
 }  // namespace
