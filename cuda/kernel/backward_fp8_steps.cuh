@@ -22,7 +22,7 @@ struct Fp8RecomputeProduct : Fp8Product {
     return Bf16Product::NumKBlocks(p, item) > 0 ? KBlocks(p) : 0;
   }
   static __device__ __forceinline__ int KBlocks(const Fp8BackwardParams& p) {
-    return p.H / kBlockCodesK;
+    return CodeBlocks(p.H);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadRows(const Fp8BackwardMaps& maps,
@@ -44,8 +44,8 @@ struct Fp8RecomputeProduct : Fp8Product {
   }
   static __device__ __forceinline__ const float* Scale(const Fp8BackwardParams& p,
                                                        const TileItem& item, int half, int k) {
-    return Block(half == 0 ? p.scales.gate : p.scales.up, item.expert, p.H / kFp8Group,
-                 p.I / kFp8Group, k, Bf16Product::Tile(item));
+    return Block(half == 0 ? p.scales.gate : p.scales.up, item.expert, CodeBlocks(p.H),
+                 CodeBlocks(p.I), k, Bf16Product::Tile(item));
   }
 };
 
@@ -55,7 +55,7 @@ struct Fp8DgradDownProduct : Fp8Product {
     return KBlocks(p);
   }
   static __device__ __forceinline__ int KBlocks(const Fp8BackwardParams& p) {
-    return p.H / kBlockCodesK;
+    return CodeBlocks(p.H);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadRows(const Fp8BackwardMaps& maps,
@@ -76,8 +76,8 @@ struct Fp8DgradDownProduct : Fp8Product {
   }
   static __device__ __forceinline__ const float* Scale(const Fp8BackwardParams& p,
                                                        const TileItem& item, int half, int k) {
-    const int rows = p.I / kFp8Group;
-    return Block(p.scales.down, item.expert, rows, p.H / kFp8Group, ColumnBlock(item, half, rows),
+    const int rows = CodeBlocks(p.I);
+    return Block(p.scales.down, item.expert, rows, CodeBlocks(p.H), ColumnBlock(item, half, rows),
                  k);
   }
 };
@@ -88,7 +88,7 @@ struct Fp8DgradGateUpProduct : Fp8Product {
     return KBlocks(p);
   }
   static __device__ __forceinline__ int KBlocks(const Fp8BackwardParams& p) {
-    return 2 * (p.I / kBlockCodesK);
+    return 2 * CodeBlocks(p.I);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadRows(const Fp8BackwardMaps& maps,
@@ -101,7 +101,7 @@ struct Fp8DgradGateUpProduct : Fp8Product {
                                                      const Fp8BackwardParams& p,
                                                      const TileItem& item, int half, int k,
                                                      uint32_t to, uint32_t barrier) {
-    const int of_up = k - p.I / kBlockCodesK;
+    const int of_up = k - CodeBlocks(p.I);
     LoadBox<kForBoth>(to, of_up < 0 ? maps.gate_by_rows : maps.up_by_rows, barrier, ptx::kEvictLast,
                       (of_up < 0 ? k : of_up) * kBlockCodesK,
                       item.n * kDownColumns + half * kFp8Group, item.expert);
@@ -111,7 +111,7 @@ struct Fp8DgradGateUpProduct : Fp8Product {
   }
   static __device__ __forceinline__ const float* Scale(const Fp8BackwardParams& p,
                                                        const TileItem& item, int half, int k) {
-    const int rows = p.H / kFp8Group, columns = p.I / kFp8Group;
+    const int rows = CodeBlocks(p.H), columns = CodeBlocks(p.I);
     const int of_up = k - columns;
     return Block(of_up < 0 ? p.scales.gate : p.scales.up, item.expert, rows, columns,
                  ColumnBlock(item, half, rows), of_up < 0 ? k : of_up);
@@ -151,6 +151,34 @@ struct Fp8DgradDownStep : DgradDownStep<kKeptGateUp, SwiGlu> {
                                               const TileItem& item, int consumer,
                                               const Begun& begun, float (&acc)[128]) {
     Bf16Step::Keep(RecomputeProduct<kHalf>(), p, item, consumer, begun, acc);
+  }
+
+  // What Begin reads, in one register: the four lanes of a thread's two rows have the router's
+  // weights of both, then the slots.
+  struct LaneRow {
+    uint32_t held;
+
+    __device__ __forceinline__ void ReadMore(const BackwardParams& p) {
+      if (ThreadAnew() % 4 >= 2) return;
+      const int slot = static_cast<int>(held);
+      held = slot >= 0 ? __float_as_uint(p.expert_weight[slot]) : 0;
+    }
+    __device__ __forceinline__ Rows OfThread(const TileItem& item, int consumer) const {
+      Rows rows;
+      rows.row = item.row + consumer * kConsumerRows + ThreadRow();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int lane = ThreadAnew() % kWarpThreads / 4 * 4 + i;
+        rows.weight[i] = __uint_as_float(__shfl_sync(kAllLanes, held, lane));
+        rows.slot[i] = static_cast<int>(__shfl_sync(kAllLanes, held, lane + 2));
+      }
+      return rows;
+    }
+  };
+  static __device__ __forceinline__ LaneRow BeginLane(const BackwardParams& p, const TileItem& item,
+                                                      int consumer) {
+    const int row = item.row + consumer * kConsumerRows + ThreadRow() + ThreadAnew() % 2 * 8;
+    return {static_cast<uint32_t>(p.plan.row_slot[row])};
   }
 
   // As in bf16, 128 columns at a time: their dg and du are kept till their scales are known.
@@ -195,7 +223,7 @@ struct Fp8DgradDownStep : DgradDownStep<kKeptGateUp, SwiGlu> {
       if (group + 1 == kGroups) Bf16Step::WriteDw(p, item, consumer, dw);
       const int block = item.n * kGroups + group;
       dg.Put(p, item, consumer, block, exists, staging, chunk + kCodesOfDg);
-      du.Put(p, item, consumer, p.I / kFp8Group + block, exists, staging, chunk + kCodesOfDu);
+      du.Put(p, item, consumer, CodeBlocks(p.I) + block, exists, staging, chunk + kCodesOfDu);
     }
   }
 

@@ -18,7 +18,7 @@ struct Fp8GateUpProduct : Fp8Product {
     return KBlocks(p);
   }
   static __device__ __forceinline__ int KBlocks(const Fp8ForwardParams& p) {
-    return p.H / kBlockCodesK;
+    return CodeBlocks(p.H);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadRows(const Fp8ForwardMaps& maps,
@@ -39,8 +39,8 @@ struct Fp8GateUpProduct : Fp8Product {
   }
   static __device__ __forceinline__ const float* Scale(const Fp8ForwardParams& p,
                                                        const TileItem& item, int half, int k) {
-    return Block(half == 0 ? p.scales.gate : p.scales.up, item.expert, p.H / kFp8Group,
-                 p.I / kFp8Group, k, item.n);
+    return Block(half == 0 ? p.scales.gate : p.scales.up, item.expert, CodeBlocks(p.H),
+                 CodeBlocks(p.I), k, item.n);
   }
 };
 
@@ -50,7 +50,7 @@ struct Fp8DownProduct : Fp8Product {
     return KBlocks(p);
   }
   static __device__ __forceinline__ int KBlocks(const Fp8ForwardParams& p) {
-    return p.I / kBlockCodesK;
+    return CodeBlocks(p.I);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadRows(const Fp8ForwardMaps& maps,
@@ -71,8 +71,8 @@ struct Fp8DownProduct : Fp8Product {
   }
   static __device__ __forceinline__ const float* Scale(const Fp8ForwardParams& p,
                                                        const TileItem& item, int half, int k) {
-    const int columns = p.H / kFp8Group;
-    return Block(p.scales.down, item.expert, p.I / kFp8Group, columns, k,
+    const int columns = CodeBlocks(p.H);
+    return Block(p.scales.down, item.expert, CodeBlocks(p.I), columns, k,
                  ColumnBlock(item, half, columns));
   }
 };

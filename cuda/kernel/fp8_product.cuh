@@ -20,6 +20,15 @@ struct CodeNeeds {
   static constexpr int kLaneColumns = 8;
 };
 
+// Of a matrix with `columns` columns, K-blocks or blocks of scales; made anew wherever they are
+// needed.
+__device__ __forceinline__ int CodeBlocks(int columns) {
+  static_assert(kBlockCodesK == kFp8Group);
+  uint32_t anew = columns;
+  ptx::PinRegister(anew);
+  return static_cast<int>(anew / kFp8Group);
+}
+
 struct Fp8Product : TokenProduct<ptx::Major::kK> {
   // 64 rows of codes of a tile of pool rows, of K-block k.
   template <bool kForBoth>
@@ -36,7 +45,9 @@ struct Fp8Product : TokenProduct<ptx::Major::kK> {
   // The scale of a block of expert e's rows x columns, in blocks.
   static __device__ __forceinline__ const float* Block(const float* scales, int e, int rows,
                                                        int columns, int row, int column) {
-    return scales + ((e * rows + row) * columns + column);
+    int block = (e * rows + row) * columns + column;
+    ptx::PinRegister(block);  // what it is made of ends before the address begins
+    return scales + block;
   }
 };
 

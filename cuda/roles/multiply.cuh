@@ -174,16 +174,16 @@ class MultiplyRole {
                                                          const HeldItem& held) {
     using Result = typename Step::Result;
     (MultiplyCodesAndKeep<Step, Before>(held), ...);
+    auto of_lane = Step::BeginLane(p_, held.item(), consumer_);
     float acc[128];
     const TileItem item = MultiplyCodes<Result>(acc, held, [&](int k) {
-      if constexpr (Step::kMakesGateUp) {
-        if (k == min(kReadMoreAt, Result::KBlocks(p_) - 1)) SayMade();
-      }
+      if (k != min(kReadMoreAt, Result::KBlocks(p_) - 1)) return;
+      of_lane.ReadMore(p_);
+      if constexpr (Step::kMakesGateUp) SayMade();
     });
     staging_.set_turns(held.turns());
-    auto begun = Step::Begin(p_, item, consumer_);
-    begun.ReadMore(p_);
-    Step::Finish(p_, item, consumer_, begun, acc, staging_, Stages(*this));
+    const auto rows = of_lane.OfThread(item, consumer_);
+    Step::Finish(p_, item, consumer_, rows, acc, staging_, Stages(*this));
   }
   template <typename Step, typename Product>
   __device__ __forceinline__ void MultiplyCodesAndKeep(const HeldItem& held) {
