@@ -205,6 +205,9 @@ inline float __uint_as_float(uint32_t bits) { return __builtin_bit_cast(float, b
 inline int __float_as_int(float value) { return __builtin_bit_cast(int, value); }
 inline uint32_t __float_as_uint(float value) { return __builtin_bit_cast(uint32_t, value); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffffu, b & 0xffffu);
+}
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }
 inline void __nanosleep(unsigned) { emulator::Yield(); }
