@@ -19,7 +19,10 @@ struct Fp8RecomputeProduct : Fp8Product {
   using Bf16Product = RecomputeProduct<kHalf>;
   static __device__ __forceinline__ int NumKBlocks(const Fp8BackwardParams& p,
                                                    const TileItem& item) {
-    return Bf16Product::NumKBlocks(p, item) / (kBlockCodesK / kBlockK);
+    return Bf16Product::NumKBlocks(p, item) > 0 ? KBlocks(p) : 0;
+  }
+  static __device__ __forceinline__ int KBlocks(const Fp8BackwardParams& p) {
+    return p.H / kBlockCodesK;
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadRows(const Fp8BackwardMaps& maps,
@@ -49,6 +52,9 @@ struct Fp8RecomputeProduct : Fp8Product {
 // dh = dy Wd^T.
 struct Fp8DgradDownProduct : Fp8Product {
   static __device__ __forceinline__ int NumKBlocks(const Fp8BackwardParams& p, const TileItem&) {
+    return KBlocks(p);
+  }
+  static __device__ __forceinline__ int KBlocks(const Fp8BackwardParams& p) {
     return p.H / kBlockCodesK;
   }
   template <bool kForBoth>
@@ -79,6 +85,9 @@ struct Fp8DgradDownProduct : Fp8Product {
 // dg Wg^T + du Wu^T: first the K-blocks of gate, then those of up.
 struct Fp8DgradGateUpProduct : Fp8Product {
   static __device__ __forceinline__ int NumKBlocks(const Fp8BackwardParams& p, const TileItem&) {
+    return KBlocks(p);
+  }
+  static __device__ __forceinline__ int KBlocks(const Fp8BackwardParams& p) {
     return 2 * (p.I / kBlockCodesK);
   }
   template <bool kForBoth>

@@ -15,6 +15,9 @@ namespace megamoe {
 // x [Wg | Wu].
 struct Fp8GateUpProduct : Fp8Product {
   static __device__ __forceinline__ int NumKBlocks(const Fp8ForwardParams& p, const TileItem&) {
+    return KBlocks(p);
+  }
+  static __device__ __forceinline__ int KBlocks(const Fp8ForwardParams& p) {
     return p.H / kBlockCodesK;
   }
   template <bool kForBoth>
@@ -44,6 +47,9 @@ struct Fp8GateUpProduct : Fp8Product {
 // h Wd.
 struct Fp8DownProduct : Fp8Product {
   static __device__ __forceinline__ int NumKBlocks(const Fp8ForwardParams& p, const TileItem&) {
+    return KBlocks(p);
+  }
+  static __device__ __forceinline__ int KBlocks(const Fp8ForwardParams& p) {
     return p.I / kBlockCodesK;
   }
   template <bool kForBoth>

@@ -64,20 +64,21 @@ template <typename Product, typename Params>
 class ProductScales {
  public:
   // Loads what does not depend on other work of the call.
-  __device__ __forceinline__ ProductScales(const Params& p, const TileItem& item) : p_(p) {
+  __device__ __forceinline__ ProductScales(const Params& p, const HeldItem& held)
+      : p_(p), held_(held) {
     const int thread = ThreadAnew();
     const int lane = thread % kQuad;
     // The first of the thread's two rows, or the one 8 below.
-    const int row = (thread - kGroupThreads) / kWarpThreads * 16 + thread % kWarpThreads / kQuad +
-                    lane / kRowLanes * 8;
-    at_ = row * Product::Rows(p_).row_floats + lane % kRowLanes;
-    ptx::PinRegister(at_);
-    LoadBlocks(item, 0);
+    const int row = held.item().row + (thread - kGroupThreads) / kWarpThreads * 16 +
+                    thread % kWarpThreads / kQuad + lane / kRowLanes * 8;
+    const RowScales& rows = Product::Rows(p);
+    rows_ = rows.first + int64_t{row} * rows.row_floats + lane % kRowLanes;
+    LoadBlocks(0);
   }
 
   // When the first stage of the item is full: who filled it has seen that the item's rows are
   // complete.
-  __device__ __forceinline__ void Begin(const TileItem& item) { LoadRows(item, 0); }
+  __device__ __forceinline__ void Begin() { LoadRows(0); }
 
   struct Scales {
     float of[2];  // in the thread's rows
@@ -90,9 +91,9 @@ class ProductScales {
             __shfl_sync(kAllLanes, row_, lane + kRowLanes) * block};
   }
   // K-block k is next; those before it have been taken.
-  __device__ __forceinline__ void Advance(const TileItem& item, int k) {
-    if (k % kRowLanes == 0) LoadRows(item, k);
-    if (k % kBlockLanes == 0) LoadBlocks(item, k);
+  __device__ __forceinline__ void Advance(int k) {
+    if (k % kRowLanes == 0) LoadRows(k);
+    if (k % kBlockLanes == 0) LoadBlocks(k);
   }
 
  private:
@@ -103,25 +104,25 @@ class ProductScales {
   static constexpr int kBlockLanes = kWarpThreads / 2;
 
   // Past the L1 cache: another multiprocessor may have written them.
-  __device__ __forceinline__ void LoadRows(const TileItem& item, int k) {
-    const RowScales& rows = Product::Rows(p_);
-    row_ = __ldcg(rows.first + (int64_t{item.row} * rows.row_floats + k) + at_);
-  }
+  __device__ __forceinline__ void LoadRows(int k) { row_ = __ldcg(rows_ + k); }
   // Behind the last K-block, the last again.
-  __device__ __forceinline__ void LoadBlocks(const TileItem& item, int k) {
+  __device__ __forceinline__ void LoadBlocks(int k) {
+    const TileItem item = held_.item();
     const int lane = ThreadAnew() % kWarpThreads;
-    const int own = min(k + lane % kBlockLanes, Product::NumKBlocks(p_, item) - 1);
+    const int own = min(k + lane % kBlockLanes, Product::KBlocks(p_) - 1);
     block_ = __ldg(Product::Scale(p_, item, lane / kBlockLanes, own));
   }
 
   const Params& p_;
-  int at_;
+  const HeldItem& held_;
+  const float* rows_;  // where the lane finds those of K-block 0
   float row_;
   float block_;
 };
 
-// The product of an item. Product::Rows(p) has the scales of A, and Scale(p, item, half, k) says
-// where that of half of the columns of B lies.
+// The product of an item. Product::KBlocks(p) says how many K-blocks it has, where it has any,
+// Rows(p) has the scales of A, and Scale(p, item, half, k) says where that of half of the columns
+// of B lies.
 template <typename Product, typename Params>
 class CodeProducts {
  public:
@@ -134,32 +135,36 @@ class CodeProducts {
   template <typename F>
   __device__ __forceinline__ void AddTo(float (&sums)[128], RingPosition<kNumStages>& stage,
                                         F meanwhile) const {
-    ProductScales<Product, Params> scales(p_, held_.item());
+    ProductScales<Product, Params> scales(p_, held_);
     uint32_t memory = ptx::SharedAddress(&shared_);
     ptx::PinRegister(memory);  // it is not made anew each time
     Wait(memory, stage);
-    scales.Begin(held_.item());
-    const int num_k_blocks = Product::NumKBlocks(p_, held_.item());
+    scales.Begin();
     float part[64];
 #pragma unroll
     for (float& sum : part) sum = 0;
+    Issue(part, OperandsOf(memory, stage.index()), 0);
 #pragma unroll 1
-    for (int k = 0; k < num_k_blocks; ++k) {
-      Operands operands = OperandsOf(memory, stage.index());
-      Wait(memory, stage);
-      Issue(part, operands, 0);
-      operands = OperandsOf(memory, stage.index());  // anew, beside products
+    for (int k = 0;; ++k) {
+      Operands operands = OperandsOf(memory, stage.index());  // anew, beside products
       stage.Advance();
       auto scale = scales.Of(k, 0);
       ptx::WgmmaWait<0>();
       AddScaled(sums, part, 0, scale.of);
       scale = scales.Of(k, 1);
       Issue(part, operands, 1);
-      if (k + 1 < num_k_blocks) scales.Advance(held_.item(), k + 1);
+      const bool is_last = k + 1 == Product::KBlocks(p_);
+      operands = OperandsOf(memory, stage.index());
+      if (!is_last) {
+        scales.Advance(k + 1);
+        Wait(memory, stage);
+      }
       meanwhile(k);
       ptx::WgmmaWait<0>();
       ReleaseStage(memory, stage.last());
       AddScaled(sums, part, 1, scale.of);
+      if (is_last) break;
+      Issue(part, operands, 0);
     }
   }
 
@@ -172,15 +177,22 @@ class CodeProducts {
     ptx::BarrierWait(barrier + stage.index() * sizeof(uint64_t), stage.parity());
   }
 
-  // Uniform over the warp, and the compiler knows it: descriptors take no registers of lanes.
+  // The first words of descriptors. They are uniform over the warp, and the compiler knows it: so
+  // they take no registers of lanes.
   struct Operands {
     uint32_t a;
     uint32_t b;
   };
   __device__ __forceinline__ Operands OperandsOf(uint32_t memory, uint32_t stage) const {
     const uint32_t address = memory + stage * kStageBytes;
-    return {__shfl_sync(kAllLanes, address + ConsumerAnew() * ptx::kChunkBytes, 0),
-            __shfl_sync(kAllLanes, address + kStageABytes, 0)};
+    const auto first_word = [](uint32_t tile) {
+      return __shfl_sync(kAllLanes, static_cast<uint32_t>(Descriptor(tile)), 0);
+    };
+    return {first_word(address + ConsumerAnew() * ptx::kChunkBytes),
+            first_word(address + kStageABytes)};
+  }
+  static __device__ __forceinline__ uint64_t Descriptor(uint32_t tile) {
+    return ptx::TileDescriptor<ptx::Major::kK>(tile);
   }
   static __device__ __forceinline__ uint32_t ConsumerAnew() {
     return ThreadAnew() / kGroupThreads - 1;
@@ -190,8 +202,9 @@ class CodeProducts {
   __device__ __forceinline__ void Issue(float (&part)[64], const Operands& operands,
                                         int half) const {
     constexpr uint64_t kHalfB = (kStageBBytes / 2) >> 4;
-    const uint64_t a = ptx::TileDescriptor<ptx::Major::kK>(operands.a);
-    const uint64_t b = ptx::TileDescriptor<ptx::Major::kK>(operands.b) + half * kHalfB;
+    constexpr uint64_t kSecondWord = ptx::TileDescriptor<ptx::Major::kK>(0) >> 32 << 32;
+    const uint64_t a = kSecondWord | operands.a;
+    const uint64_t b = (kSecondWord | operands.b) + half * kHalfB;
     ptx::PinRegisters(part);
     ptx::WgmmaFence();
 #pragma unroll

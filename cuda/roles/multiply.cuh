@@ -145,16 +145,16 @@ class MultiplyRole {
       SkipItem<Step>(item);
       return;
     }
-    const bool is_traced = p_.trace.records != nullptr;
-    const HeldItem held(item, is_traced ? TraceScope::Now() : 0, staging_.turns(), slot.state());
+    const uint32_t now = p_.trace.records != nullptr ? TraceScope::Now() | 1 : 0;  // 0: no trace
+    const HeldItem held(item, now, staging_.turns(), slot.state());
     if constexpr (Step::kHasFinish) {
       MultiplyCodesAndFinish<Step>(typename Step::Before(), held);
     } else {
       MultiplyCodesAndPut<Step>(typename Step::Products(), held);
     }
     slot.set_state(held.slot());
-    if (!is_traced) return;
     const uint32_t start_ns = held.start_ns();
+    if (start_ns == 0) return;
     if (consumer_ == 0 && IsThread0()) TraceScope::Record(p_.trace, Step::kPart, start_ns);
   }
   template <typename Step, typename Product>
@@ -172,7 +172,7 @@ class MultiplyRole {
     float acc[128];
     const TileItem item = MultiplyCodes<Result>(acc, held, [&](int k) {
       if constexpr (Step::kMakesGateUp) {
-        if (k == min(kReadMoreAt, Result::NumKBlocks(p_, held.item()) - 1)) SayMade();
+        if (k == min(kReadMoreAt, Result::KBlocks(p_) - 1)) SayMade();
       }
     });
     staging_.set_turns(held.turns());
