@@ -98,9 +98,7 @@ def operand(names: Collection[str] = OPERANDS) -> Operand:
     return of
 
 
-def recipe(
-    batch: Batch, unit: Unit = swiglu, operands: Collection[str] = OPERANDS
-) -> Results:
+def recipe(batch: Batch, unit: Unit = swiglu, operands: Collection[str] = OPERANDS) -> Results:
     """The layer as the recipe rounds it, in float64, with these operands quantised."""
     how: dict[str, Any] = {"rounded": FP8_ROUNDINGS, "operand": operand(operands)}
     return cases.dense_of(batch, unit, no_biases(batch.w_gate), **how)[0]
