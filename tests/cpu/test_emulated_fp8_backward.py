@@ -72,6 +72,12 @@ def errors(found: list[np.ndarray], right: Results) -> dict[str, float]:
     return {name: float(np.sqrt(np.mean(of_groups[name] ** 2))) for name in NAMES}
 
 
+def beyond(off: dict[str, float]) -> list[str]:
+    """The gradients whose errors are more than those of float32 sums in another order, which change
+    few bf16: dx has codes of dg and du besides, each of which changes by a sixteenth."""
+    return [name for name, error in off.items() if error > (1e-3 if name == "dx" else 1e-4)]
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize(("size", "routing"), CASES, ids=IDS)
 def test_gradients_of_the_oracle_are_exact(
@@ -98,11 +104,10 @@ def test_tags_of_more_experts_than_a_code_tells_apart() -> None:
 def test_gradients_are_those_of_the_recipe_in_every_order(
     size: tuple[int, ...], routing: str
 ) -> None:
-    """Float32 sums of another order change few bf16, and few codes of dg and du."""
     batch = fp8.with_scales(normal_of(size, routing))
     found = gradients(batch, weight_dtype=F32)
     off = errors(found, fp8.recipe(batch))
-    assert all(error < 1e-3 for error in off.values()), off
+    assert not beyond(off), off
     for how in SCHEDULES:
         assert_same(gradients(batch, weight_dtype=F32, **how), found)
         assert_same(kept_gradients(batch, weight_dtype=F32, **how), found)
@@ -123,7 +128,6 @@ def test_gradients_of_weights_are_those_of_bf16_with_the_same_operands(
 
 @pytest.mark.parametrize("left_out", ["x", "dy", "dg", "du", "w_gate", "w_up", "w_down"])
 def test_a_quantised_operand_less_would_be_seen(left_out: str) -> None:
-    """By the bound of the errors above."""
     batch = fp8.with_scales(normal_of(*CASES[6]))
     operands = [name for name in fp8.OPERANDS if name != left_out]
     off = errors(gradients(batch, weight_dtype=F32), fp8.recipe(batch, operands=operands))
@@ -139,7 +143,7 @@ def test_experts_that_end_at_every_border() -> None:
     batch = cases.normal(ids, num_experts=len(rows), hidden=128, intermediate=256, dtype=BF16)
     found = gradients(batch, weight_dtype=F32)
     off = errors(found, fp8.recipe(batch))
-    assert all(error < 1e-3 for error in off.values()), off
+    assert not beyond(off), off
     assert_same(kept_gradients(batch, weight_dtype=F32), found)
 
 
