@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_CUDA_PART = "the CUDA part of jax_megamoe is not in this installation (No module)"
 GIB = 2**30
 SIZES: dict[str, Any] = {"T": 16384, "K": 8, "E": 128, "H": 2048, "I": 768}
+FP8, OF_FP8 = {"precision": "fp8_block"}, "the kernels of precision 'fp8_block' take no"
 FP8_BY_NAME = ["--precision", "fp8_block", "--backend", "cuda"]
 
 
@@ -218,22 +219,12 @@ def test_each_line(facts: Facts, asked: dict[str, Any], line: str) -> None:
         (hoppers(), {"config": {"precision": "float32"}}, "reference", "no precision 'float32'"),
         (
             hoppers(),
-            {"config": {"precision": "fp8_block", "activation": "geglu"}},
+            {"config": {**FP8, "activation": "geglu"}},
             "reference",
-            "the kernels of precision 'fp8_block' take no activation 'geglu'",
+            f"{OF_FP8} activation",
         ),
-        (
-            hoppers(),
-            {"config": {"precision": "fp8_block"}, "expert_bias": True},
-            "reference",
-            "the kernels of precision 'fp8_block' take no biases",
-        ),
-        (
-            hoppers(2),
-            {"config": {"precision": "fp8_block"}, "R": 2},
-            "reference",
-            "the kernels of precision 'fp8_block' take no experts on 2 GPUs",
-        ),
+        (hoppers(), {"config": FP8, "expert_bias": True}, "reference", f"{OF_FP8} biases"),
+        (hoppers(2), {"config": FP8, "R": 2}, "reference", f"{OF_FP8} experts on 2 GPUs"),
         (hoppers(), {"H": 96}, "reference", "H = 96 and I = 768 are not both multiples of 64"),
         (hoppers(2), {"R": 2}, "reference", "on 2 GPUs are not measured yet"),
         (hoppers(2, driver=MIXED, missing=NO_BLACKWELL), {}, "reference", NO_BLACKWELL),
@@ -274,8 +265,8 @@ def test_reasons_against_the_kernels(
         (hoppers(2), {"R": 2, "config": {"backend": "cuda"}}),
         (hoppers(), {"R": 2, "config": {"backend": "cuda"}}),
         (hoppers(), {"config": {"activation": "geglu"}}),
-        (hoppers(), {"config": {"precision": "fp8_block"}}),
-        (hoppers(), {"config": {"precision": "fp8_block", "backend": "cuda"}}),
+        (hoppers(), {"config": FP8}),
+        (hoppers(), {"config": {**FP8, "backend": "cuda"}}),
         (hoppers(2), {"R": 2, "expert_bias": True, "config": {"backend": "cuda"}}),
     ],
 )
@@ -398,10 +389,8 @@ def test_memory_is_that_of_the_calls() -> None:
 
 def test_memory_of_fp8() -> None:
     """Codes take the place of weights and of most of the pools."""
-    config = {"precision": "fp8_block"}
     bf16, found, kept = (
-        diagnose(laptop(), question(config=c)).memory
-        for c in ({}, config, {**config, "save": "gate_up"})
+        diagnose(laptop(), question(config=c)).memory for c in ({}, FP8, {**FP8, "save": "gate_up"})
     )
     assert bf16 and found and kept
     assert found.plan == memory_plan(**SIZES, precision="fp8_block")
@@ -412,7 +401,7 @@ def test_memory_of_fp8() -> None:
     of_x = (16384 + question().dims.pool_rows) * (2048 + 128)
     assert found.backward.workspace_bytes - kept.backward.workspace_bytes == of_x
     assert found.backward.workspace_bytes > bf16.backward.workspace_bytes
-    several = diagnose(laptop(), question(R=2, config=config))
+    several = diagnose(laptop(), question(R=2, config=FP8))
     assert several.memory is None and "experts on 2 GPUs" in several.memory_error
     assert not any("by name" in line for line in several.advice)
     assert any(line.startswith("No machine runs the kernels") for line in several.advice)

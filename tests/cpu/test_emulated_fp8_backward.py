@@ -12,9 +12,9 @@ import pytest
 from jax_megamoe import _ffi
 from jax_megamoe.quantization import QuantizedExperts
 from tests import cases, compare, emulated, fp8
+from tests.backward import NAMES, assert_same, assert_whole_trace
 from tests.cases import BF16, F32, ROUTINGS, Batch, Results, normal_of, oracle_of
 
-NAMES = Results._fields[1:]
 # T, K, E, H, I and the routing.
 CASES = (
     ((5, 8, 16, 128, 128), "distinct"),
@@ -52,13 +52,6 @@ def kept_gradients(batch: Batch, **how: Any) -> list[np.ndarray]:
     weights = quantized(batch)
     _, _, gate_up = emulated.forward_fp8(batch, weights, keep=True)
     return emulated.backward_fp8(batch, weights, gate_up=gate_up, **how)
-
-
-def assert_same(found: list[np.ndarray], want: list[np.ndarray]) -> None:
-    """The same bits in every gradient."""
-    for name, a, b in zip(NAMES, found, want, strict=False):
-        compare.assert_bitwise(a, b, name)
-    assert len(found) == len(want)
 
 
 def assert_exact(found: list[np.ndarray], right: Results) -> None:
@@ -219,18 +212,7 @@ def test_a_call_that_has_failed_ends(keep: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("run", [gradients, kept_gradients])
 def test_a_trace_records_every_item_and_changes_nothing(run: Any) -> None:
-    (_, _, experts, hidden, intermediate), _ = CASES[6]
     batch = normal_of(*CASES[6])
     *found, records = run(batch, trace=True)
     assert_same(found, run(batch))
-    count, *_ = records[0]
-    start, end, _, kind = records.view(np.uint32)[1 : 1 + count].T
-    assert count < len(records) and np.all(end - start < 2**31) and np.any(end > start)
-    num_tiles = int(np.sum(-(-cases.counts(batch) // 128)))
-    of_hidden, of_inner = (-(-size // 256) for size in (hidden, intermediate))
-    items = {
-        32: num_tiles * of_inner,  # dgrad_down, see cuda/shared/part.h
-        64: num_tiles * of_hidden,  # dgrad_gate_up
-    }
-    assert {part: np.sum(kind == part) for part in items} == items
-    assert all(np.sum(kind == part) >= experts for part in (128, 256))
+    assert_whole_trace(records, batch)
