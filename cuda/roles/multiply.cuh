@@ -35,20 +35,8 @@ class MultiplyRole {
         Delay(DelaySite::kMultiply, item.row * 64 + item.n);
         if constexpr (Step::kIsOfCodes) {
           DoCodes<Step>(item, slot);
-          return;
-        }
-        const bool is_recorder = consumer_ == 0 && item.num_consumers > 0 && IsThread0();
-        const TraceScope trace(p_.trace, Step::kPart, is_recorder);
-        if (consumer_ >= item.num_consumers) {
-          SkipItem<Step>(item);
-        } else if constexpr (Step::kHasFinish) {
-          MultiplyAndFinish<Step>(typename Step::Before(), item);
-        } else if constexpr (Steps::kKeepsAccumulators) {
-          MultiplyAndPut<Step>(typename Step::Products(), acc_, item);
         } else {
-          float acc[128];
-          Clear(acc);
-          MultiplyAndPut<Step>(typename Step::Products(), acc, item);
+          Do<Step>(item);
         }
       });
     });
@@ -64,6 +52,23 @@ class MultiplyRole {
   };
 
   __device__ __forceinline__ bool IsThread0() const { return threadIdx.x % kGroupThreads == 0; }
+
+  template <typename Step>
+  __device__ __forceinline__ void Do(const TileItem& item) {
+    const bool is_recorder = consumer_ == 0 && item.num_consumers > 0 && IsThread0();
+    const TraceScope trace(p_.trace, Step::kPart, is_recorder);
+    if (consumer_ >= item.num_consumers) {
+      SkipItem<Step>(item);
+    } else if constexpr (Step::kHasFinish) {
+      MultiplyAndFinish<Step>(typename Step::Before(), item);
+    } else if constexpr (Steps::kKeepsAccumulators) {
+      MultiplyAndPut<Step>(typename Step::Products(), acc_, item);
+    } else {
+      float acc[128];
+      Clear(acc);
+      MultiplyAndPut<Step>(typename Step::Products(), acc, item);
+    }
+  }
 
   // What no instruction has written stays alive across all items: a product seems to add to it.
   static __device__ __forceinline__ void Clear(float (&acc)[128]) {
