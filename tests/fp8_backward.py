@@ -94,7 +94,7 @@ def oracle_and_results(size: tuple[int, ...], routing: str | np.ndarray) -> tupl
         return batch, cases.oracle_results(batch)
     how = {"hidden": hidden, "intermediate": intermediate, "dtype": BF16}
     batch = fp8.two_column_oracle(np.asarray(ids), num_experts=experts, **how)
-    return batch, cases.dense(batch)
+    return batch, fp8.two_column_results(batch)
 
 
 def calls() -> list[Call]:

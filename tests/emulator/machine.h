@@ -210,9 +210,6 @@ inline unsigned __vmaxu2(unsigned a, unsigned b) {
   return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff);
 }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
-inline unsigned __vmaxu2(unsigned a, unsigned b) {
-  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffffu, b & 0xffffu);
-}
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }
 inline void __nanosleep(unsigned) { emulator::Yield(); }

@@ -68,7 +68,7 @@ def test_every_number_of_rows_of_an_expert(counts: range) -> None:
 @pytest.mark.parametrize("gate", [0, 4, -4, -6])
 def test_error_of_every_expert_is_that_of_the_recipe(gate: int) -> None:
     """One expert a token, so that a token's error is its expert's; y comes with the gradients."""
-    batch = with_gate(random_batch((2048, 1, 16, 512, 256), "distinct"), gate)
+    batch = with_gate(random_batch((2048, 1, 16, 256, 256), "distinct"), gate)
     right, expert = cases.dense(batch), batch.expert_idx[:, 0]
     rounded = fp8.recipe(batch)
     theirs = errors_by_expert(rounded[1:], right, expert)
@@ -85,7 +85,7 @@ def test_error_of_every_expert_is_that_of_the_recipe(gate: int) -> None:
         )
 
 
-@pytest.mark.parametrize("size", SIZES[2:], ids=str)
+@pytest.mark.parametrize("size", (*SIZES[2:5], *SIZES[7:]), ids=str)
 def test_gradients_are_those_of_the_recipe(size: tuple[int, ...]) -> None:
     """But for sums of products with fewer bits than a float32, and bf16 and codes of dg and du that
     fall on the other side of a rounding because of them."""
