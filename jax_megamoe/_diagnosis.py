@@ -10,6 +10,7 @@ from jax_megamoe import memory
 from jax_megamoe._backend import call_refusals
 from jax_megamoe._ffi import KERNEL_COMPUTE_CAPABILITY, older_generation
 from jax_megamoe._machine import NOT_INSTALLED, Device, Facts
+from jax_megamoe._quantized_checks import check_fp8_kernels
 from jax_megamoe.config import (
     INT32_MAX,
     MAX_CHOICES,
@@ -23,7 +24,6 @@ from jax_megamoe.validation import (
     check_choice,
     check_config,
     check_flag,
-    check_fp8_kernels,
     check_groups,
     check_size,
     refuse,

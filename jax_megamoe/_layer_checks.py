@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from jax_megamoe._layer import Layer
+from jax_megamoe._quantized_checks import check_fp8_kernels
 from jax_megamoe._router_checks import check_router_config, warn_if_weights_are_constant
 from jax_megamoe.config import INT32_MAX, MAX_CHOICES, MAX_EXPERTS
 from jax_megamoe.validation import (
@@ -12,7 +13,6 @@ from jax_megamoe.validation import (
     check_config,
     check_flag,
     check_float_dtype,
-    check_fp8_kernels,
     check_groups,
     check_mesh,
     check_size,

@@ -29,7 +29,6 @@ from jax_megamoe.config import (
     ClampedSwiGLU,
     Dims,
     MegaMoEConfig,
-    lacking_in_fp8,
 )
 
 WEIGHTS = ("w_gate", "w_up", "w_down")
@@ -165,7 +164,6 @@ def check_config(config: MegaMoEConfig) -> None:
             f"{_one_of(KERNEL_PRECISIONS)} there; {config.precision!r} exists with "
             "backend='reference' only",
         )
-    check_fp8_kernels(config)
     if config.combine_dtype == "bfloat16" and config.precision == "float32":
         refuse(
             ValueError,
@@ -173,20 +171,6 @@ def check_config(config: MegaMoEConfig) -> None:
             "'bfloat16' with precision='float32'",
             "'float32' there, where nothing is rounded; 'bfloat16' goes with precision='bf16' "
             "and 'fp8_block'",
-        )
-
-
-def check_fp8_kernels(config: MegaMoEConfig, *, R: int = 1, expert_bias: bool = False) -> None:
-    """Raises ValueError for what the kernels of "fp8_block" do not have, asked for by name."""
-    if config.backend != "cuda" or config.precision != "fp8_block":
-        return
-    for what in lacking_in_fp8(activation=config.activation, R=R, expert_bias=expert_bias):
-        refuse(
-            ValueError,
-            "precision",
-            f"'fp8_block' with backend='cuda' and {what}",
-            "'bf16' there; the kernels of 'fp8_block' take experts on one GPU, 'swiglu' and no "
-            "biases, backend='reference' takes all",
         )
 
 
@@ -225,7 +209,6 @@ def check_call(
         pool_factor=float(config.pool_factor),
     )
     _check_dims(dims, config)
-    check_fp8_kernels(config, R=num_ranks, expert_bias=bool(biases))
     return dims
 
 

@@ -24,14 +24,10 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
+from jax_megamoe._arrays import code_row_bytes
 from jax_megamoe.activation import gated_unit
 from jax_megamoe.config import POOL_FACTOR, ClampedSwiGLU, Dims
-from jax_megamoe.memory import (
-    code_row_bytes,
-    gate_up_array,
-    peer_array_bytes,
-    trace_result,
-)
+from jax_megamoe.memory import gate_up_array, peer_array_bytes, trace_result
 from jax_megamoe.plan import (
     MAX_STEPS,
     Plan,
@@ -311,7 +307,7 @@ class Call:
         operands += [bias.astype(F32) for bias in self.biases or ()]
         return operands if self.kept is None else [*operands, self.kept]
 
-    def _weights(self) -> list[np.ndarray]:
+    def _weights(self) -> list[Any]:
         b, quantized = self.batch, self.quantized
         if quantized is None:
             return [a.astype(BF16) for a in (b.w_gate, b.w_up, b.w_down)]

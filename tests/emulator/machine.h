@@ -11,6 +11,7 @@
 #include <cuda_runtime_api.h>
 #include <vector_types.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
