@@ -72,20 +72,25 @@ CudaStatus RunFp8Backward(cudaStream_t stream, const Fp8BackwardCall& c) {
   Fp8BackwardMaps maps = {};
   if (CudaStatus status = MakeMaps(c, &maps); !status.ok()) return status;
   Fp8BackwardParams params = Fp8ParamsOf(c);
-  const auto quantize = [&](const void* rows, void* codes) {
-    return LaunchQuantizeRows(stream, {static_cast<const uint4*>(rows),
-                                       static_cast<uint8_t*>(codes), c.plan.dims.T, c.H});
+  const auto quantize = [&](int num_multiprocessors, const void* rows, void* codes) {
+    return LaunchQuantizeRows(
+        stream, num_multiprocessors,
+        {static_cast<const uint4*>(rows), static_cast<uint8_t*>(codes), c.plan.dims.T, c.H});
   };
-  if (CudaStatus status = quantize(c.dy, c.dy_codes); !status.ok()) return status;
-  if (c.gate_up == nullptr) {
-    if (CudaStatus status = quantize(c.x, c.x_codes); !status.ok()) return status;
-  }
+  // Beside the plan, hence behind it.
+  const auto launch = [&](int num_multiprocessors, bool starts_early) -> CudaStatus {
+    if (starts_early) {
+      CudaStatus status = quantize(num_multiprocessors, c.dy, c.dy_codes);
+      if (status.ok() && c.gate_up == nullptr) {
+        status = quantize(num_multiprocessors, c.x, c.x_codes);
+      }
+      if (!status.ok()) return status;
+    }
+    return LaunchFp8Backward(stream, num_multiprocessors, maps, params, c.float_gradients,
+                             starts_early);
+  };
   const int64_t num_counters = NumBackwardCounters(c.pool_rows, c.plan.dims.experts_per_rank());
-  return RunLaunches(stream, c, c.x, c.dy, num_counters, &params,
-                     [&](int num_multiprocessors, bool starts_early) {
-                       return LaunchFp8Backward(stream, num_multiprocessors, maps, params,
-                                                c.float_gradients, starts_early);
-                     });
+  return RunLaunches(stream, c, c.x, c.dy, num_counters, &params, launch);
 }
 
 }  // namespace megamoe

@@ -49,12 +49,15 @@ CudaStatus RunFp8Forward(cudaStream_t stream, const Fp8ForwardCall& c) {
   params.scales = {c.w_gate.scales, c.w_up.scales, c.w_down.scales};
   const QuantizeParams quantize = {static_cast<const uint4*>(c.x), static_cast<uint8_t*>(c.x_codes),
                                    c.plan.dims.T, c.H};
-  if (CudaStatus status = LaunchQuantizeRows(stream, quantize); !status.ok()) return status;
-  return RunLaunches(stream, c, c.x, nullptr, NumForwardCounters(c.pool_rows), &params,
-                     [&](int num_multiprocessors, bool starts_early) {
-                       return LaunchFp8Forward(stream, num_multiprocessors, maps, params,
-                                               starts_early);
-                     });
+  // Beside the plan, hence behind it.
+  const auto launch = [&](int num_multiprocessors, bool starts_early) -> CudaStatus {
+    if (starts_early) {
+      CudaStatus status = LaunchQuantizeRows(stream, num_multiprocessors, quantize);
+      if (!status.ok()) return status;
+    }
+    return LaunchFp8Forward(stream, num_multiprocessors, maps, params, starts_early);
+  };
+  return RunLaunches(stream, c, c.x, nullptr, NumForwardCounters(c.pool_rows), &params, launch);
 }
 
 }  // namespace megamoe

@@ -131,6 +131,7 @@ struct Fp8DgradDownStep : DgradDownStep<kKeptGateUp, SwiGlu> {
   using Result = Fp8DgradDownProduct;
   using Products = typename Before::template With<Result, Parts>;
   static constexpr bool kIsOfCodes = true;
+  static constexpr int kAnnounceAhead = kCodesAnnounceAhead;
   // Of each 128 columns: 64 of dg, of w h and of du, the next 64, the codes of dg and those of du.
   static constexpr int kGroups = kDgradDownColumns / kFp8Group;
   static constexpr int kGroupParts = kFp8Group / kPartColumns;
@@ -291,6 +292,7 @@ struct Fp8DgradDownStep : DgradDownStep<kKeptGateUp, SwiGlu> {
 struct Fp8DgradGateUpStep : DgradGateUpStep {
   using Products = ProductList<Fp8DgradGateUpProduct>;
   static constexpr bool kIsOfCodes = true;
+  static constexpr int kAnnounceAhead = kCodesAnnounceAhead;
 };
 
 // What the roles need to know of this backward, on one rank.
@@ -301,7 +303,6 @@ struct Fp8BackwardSteps : BackwardSteps<Gradients, kTakesGateUp, /*kWithPeers=*/
   using Maps = Fp8BackwardMaps;
   using DgradDown = Fp8DgradDownStep<kTakesGateUp>;
 
-  static constexpr int kAnnounceAhead = CodeNeeds::kAnnounceAhead;
   static constexpr int kLaneColumns = CodeNeeds::kLaneColumns;
   static constexpr int kServiceRegisters = CodeNeeds::kServiceRegisters;
   static constexpr int kMultiplyRegisters = CodeNeeds::kMultiplyRegisters;

@@ -83,6 +83,7 @@ struct Fp8GateUpStep : ForwardStepsOf<SwiGlu, kKeeps>::GateUp {
   using Bf16Step = typename ForwardStepsOf<SwiGlu, kKeeps>::GateUp;
   using Products = ProductList<Fp8GateUpProduct>;
   static constexpr bool kIsOfCodes = true;
+  static constexpr int kAnnounceAhead = kCodesAnnounceAhead;
   static constexpr int kOutChunks = 1;
 
   // Leaves what becomes the codes in the place of g.
@@ -128,6 +129,7 @@ struct Fp8GateUpStep : ForwardStepsOf<SwiGlu, kKeeps>::GateUp {
 struct Fp8DownStep : DownStep {
   using Products = ProductList<Fp8DownProduct>;
   static constexpr bool kIsOfCodes = true;
+  static constexpr int kAnnounceAhead = kCodesAnnounceAhead;
 };
 
 // What the roles need to know of this forward, on one rank.
@@ -137,7 +139,6 @@ struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, /*kWithPeers=*/false, SwiGlu
   using Maps = Fp8ForwardMaps;
   using GateUp = Fp8GateUpStep<kKeepsGateUp>;
   using Down = Fp8DownStep;
-  static constexpr int kAnnounceAhead = CodeNeeds::kAnnounceAhead;
   static constexpr int kLaneColumns = CodeNeeds::kLaneColumns;
   static constexpr int kServiceRegisters = CodeNeeds::kServiceRegisters;
   static constexpr int kMultiplyRegisters = CodeNeeds::kMultiplyRegisters;

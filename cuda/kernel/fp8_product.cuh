@@ -8,11 +8,13 @@
 
 namespace megamoe {
 
+// Of an item of such products, K-blocks that are loaded after the next item is announced. It has
+// half as many as in bf16, which take as long each: with more, items of down would be announced
+// late.
+constexpr int kCodesAnnounceAhead = 4;
+
 // What a pass with such products says of itself.
 struct CodeNeeds {
-  // An item has half as many K-blocks as in bf16, which take as long each: with more, those of down
-  // would be announced late.
-  static constexpr int kAnnounceAhead = 4;
   // The sums and those of a K-block take 192 registers of those that multiply; hence the others
   // have few, and sum few columns at once.
   static constexpr int kMultiplyRegisters = 216;

@@ -2,14 +2,19 @@
 
 #include "kernel/quantize_rows.cuh"
 #include "kernel/quantize_rows.h"
+#include "shared/launch.h"
 
 namespace megamoe {
 namespace {
 
 __global__ __launch_bounds__(kQuantizeThreads) void QuantizeKernel(
     const __grid_constant__ QuantizeParams params) {
+  ptx::LetNextKernelStart();
   QuantizeRows(params);
+  ptx::WaitForPreviousKernel();  // who waits for this kernel waits for that one, too
 }
+
+constexpr int kMultiprocessorBlocks = 4;
 
 }  // namespace
 
@@ -19,14 +24,19 @@ CudaStatus LoadQuantizeRows() {
   return {};
 }
 
-CudaStatus LaunchQuantizeRows(cudaStream_t stream, const QuantizeParams& params) {
+CudaStatus LaunchQuantizeRows(cudaStream_t stream, int num_multiprocessors,
+                              const QuantizeParams& params) {
   const int64_t threads = int64_t{params.num_rows} * (params.D / kQuantizedColumns);
   const int64_t blocks = (threads + kQuantizeThreads - 1) / kQuantizeThreads;
   if (blocks == 0) return {};
+  const int64_t most = int64_t{num_multiprocessors} * kMultiprocessorBlocks;
+  cudaLaunchAttribute early = EarlyStart();
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(blocks, INT32_MAX)));
+  config.gridDim = dim3(static_cast<unsigned>(std::min(blocks, most)));
   config.blockDim = dim3(kQuantizeThreads);
   config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, QuantizeKernel, params));
   return {};
 }

@@ -89,6 +89,8 @@ struct PlainStep {
   static constexpr bool kHasFinish = false;
   // Multiplies FP8 codes.
   static constexpr bool kIsOfCodes = false;
+  // K-blocks of an item that are loaded after the next item is announced.
+  static constexpr int kAnnounceAhead = 7;
   // Stores g and u for its own finish.
   static constexpr bool kMakesGateUp = false;
   // What Begin returns also reads each stage of the result's product, by ReadStage, and ends by

@@ -14,8 +14,6 @@ namespace megamoe {
 template <bool kWithPeers, typename Params>
 struct TokenSums {
   static constexpr bool kHasPeers = kWithPeers;
-  // K-blocks of an item that are loaded after the next item is announced.
-  static constexpr int kAnnounceAhead = 7;
   // What a lane stores side by side: 16 bytes of bf16 for their owner. Peers get as many of
   // float32, or 8 bytes of bf16: either way a warp fills whole lines, and NVLink carries no part of
   // one.

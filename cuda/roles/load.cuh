@@ -60,8 +60,8 @@ class LoadRole {
   }
 
  private:
-  // K-blocks that are loaded after the next item is announced (Steps::kAnnounceAhead) and after its
-  // flag is polled, so that neither latency falls between two items.
+  // K-blocks that are loaded after the next item is announced (kAnnounceAhead of its step) and
+  // after its flag is polled, so that neither latency falls between two items.
   static constexpr int kPollAhead = 2;
 
   template <typename Product>
@@ -75,11 +75,12 @@ class LoadRole {
 #pragma unroll 1
     for (int part = 0; part < 3; ++part) {
       // Of an item that is too short, everything.
-      const int ahead = part == 0 ? Steps::kAnnounceAhead : part == 1 ? kPollAhead : 0;
-      const int to = num_k_blocks > ahead ? num_k_blocks - ahead : num_k_blocks;
-      Steps::With(item.step,
-                  [&]<typename Step>() { LoadBlocks(typename Step::Products(), item, from, to); });
-      from = max(from, to);
+      Steps::With(item.step, [&]<typename Step>() {
+        const int ahead = part == 0 ? Step::kAnnounceAhead : part == 1 ? kPollAhead : 0;
+        const int to = num_k_blocks > ahead ? num_k_blocks - ahead : num_k_blocks;
+        LoadBlocks(typename Step::Products(), item, from, to);
+        from = max(from, to);
+      });
       if (part == 0 && rank_ == 0) AnnounceNext();
       if (part == 1) next_ready = PollNext();
     }

@@ -136,9 +136,9 @@ CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
   return {};
 }
 
-CudaStatus LaunchQuantizeRows(cudaStream_t, const QuantizeParams& params) {
+CudaStatus LaunchQuantizeRows(cudaStream_t, int blocks, const QuantizeParams& params) {
   static_assert(kQuantizeThreads == emulator::kBlockThreads);
-  Enqueue({[=] { QuantizeRows(params); }, num_multiprocessors});
+  Enqueue({[=] { QuantizeRows(params); }, blocks});
   return {};
 }
 
