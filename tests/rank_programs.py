@@ -38,6 +38,8 @@ AXIS = PartitionSpec("expert")
 BATCHES = (((200, 2, 8, 128, 128), "distinct"), ((512, 8, 32, 256, 192), "skewed"))
 FAILING_STEP = 7
 STALL_S = 60.0
+# Far below the deadline that waits have by default.
+LATE_S = 90.0
 # The other rank has left when this one makes its next call.
 LEAVE_S = 2.0
 
@@ -122,6 +124,8 @@ def fail(rank: int, failure: str) -> None:
         threading.Timer(0.5, kill).start()
     elif failure == "stall":
         time.sleep(STALL_S)
+    elif failure == "late":
+        time.sleep(LATE_S)
     elif failure == "leave":  # as who has ended its part
         os._exit(0)
     else:
@@ -149,7 +153,7 @@ def train(rank: int, failure: str, where: str, deadline_s: str | None = None) ->
             except jax.errors.JaxRuntimeError as error:
                 say(json.dumps(Raised(str(error), time.time())._asdict()))
                 raise
-        if failure == "none" and step > FAILING_STEP:
+        if failure in ("none", "late") and step > FAILING_STEP:
             jax_megamoe.check_faults()
             return
 

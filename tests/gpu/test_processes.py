@@ -87,6 +87,13 @@ def test_who_stalls_is_waited_for_to_the_deadline(where: str) -> None:
     assert DEADLINE_S - 1 < error.at_s - float(at_s) < DEADLINE_S + RAISE_LIMIT_S < STALL_S
 
 
+def test_who_is_late_is_waited_for() -> None:
+    """The other one says on standard error that it waits, and ends as it should."""
+    waited, late = train("late", "forward")
+    assert [process.code for process in (waited, late)] == [0, 0], (waited, late)
+    assert "a call has failed" not in waited.errors + late.errors
+
+
 def test_who_leaves_ends_only_calls_that_come_later() -> None:
     """At once, and by name; nothing has failed until then."""
     survivor, left = train("leave", "forward")
