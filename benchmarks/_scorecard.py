@@ -163,7 +163,7 @@ def _figure(part: Part, code: int | None, output: str, report: pathlib.Path) -> 
 
 def suite_figure(report: pathlib.Path) -> dict[str, float]:
     """How many tests ran, failed and were skipped, by pytest's JUnit report."""
-    figure = {"tests": 0, "failed": 0, "skipped": 0}
+    figure: dict[str, float] = {"tests": 0, "failed": 0, "skipped": 0}
     for case in xml.etree.ElementTree.parse(report).getroot().iter("testcase"):
         faults = [*case.iter("failure"), *case.iter("error")]
         figure["tests"] += 1

@@ -43,6 +43,15 @@ ANY_MACHINE = (
         (Rule("routings", at_least=100), *NONE_WRONG),
     ),
     Line(
+        "routing_fuzz_emulated",
+        f"{FUZZ}, by the kernels on the emulated machine, of one rank and of two",
+        tuple(
+            program(f"fuzz_emulated_ep{ranks}", 0, "fuzz", "emulated", str(ranks), "29", "6", "10")
+            for ranks in (1, 2)
+        ),
+        (Rule("routings", at_least=120), *NONE_WRONG),
+    ),
+    Line(
         "bad_input",
         "kinds of bad input, each with an exception of its own before anything is launched",
         (program("refusals", 0, "refusals"),),

@@ -13,7 +13,7 @@ import argparse
 import os
 import pathlib
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from _record import commit, smi, write
 from _scorecard import Line, Record, Revision, judge, load, parts_of, run, save
@@ -35,10 +35,14 @@ def run_parts(
     names: Sequence[str],
     gpus: int,
     folder: pathlib.Path,
-    revision: Revision,
+    revision_now: Callable[[], Revision],
     device: str,
 ) -> dict[str, Record]:
-    """The records of this revision, after the named parts, or all that so many GPUs can run."""
+    """The records of this revision, after the named parts, or all that so many GPUs can run.
+
+    A part during which sources were changed says nothing of either revision, and ends the program.
+    """
+    revision = revision_now()
     records = load(folder, revision)
     parts = parts_of(lines)
     if unknown := set(names) - set(parts):
@@ -49,6 +53,8 @@ def run_parts(
     for part in chosen:
         if part.name not in records:
             records[part.name] = record = run(part, revision, device)
+            if (now := revision_now()) != revision:
+                raise SystemExit(f"{part.name}: of {revision} when it began, of {now} at its end")
             save(folder, record)
         record = records[part.name]
         print(f"{part.name}: {record.figure or record.error} ({record.seconds} s)", flush=True)
@@ -79,8 +85,9 @@ def main() -> int:
     # For `write`, which asks JAX for the device; what is run here sets its own.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     device = smi("name") if chosen.gpus else "cpu"
-    revision = Revision(*commit())
-    records = run_parts(LINES, chosen.names, chosen.gpus, chosen.parts, revision, device)
+    records = run_parts(
+        LINES, chosen.names, chosen.gpus, chosen.parts, lambda: Revision(*commit()), device
+    )
     lines = report(LINES, records)
     if chosen.out:
         write(chosen.out, lines, max(chosen.gpus, 1), key="lines")

@@ -130,8 +130,8 @@ BAD_MESH: dict[str, Refused] = {
 
 def refuse_mesh(bad: str) -> str:
     """Asks one of BAD_MESH; returns the text of the refusal, or raises AssertionError."""
-    change, *right = BAD_MESH[bad]
+    change, error, argument, was, may_be = BAD_MESH[bad]
     arguments = {"expert_axis": "expert", "data_axes": ("data",), "mesh": mesh_of(), **sizes()}
-    with refusal(*right) as found:
+    with refusal(error, argument, was, may_be) as found:
         trace(sharded_mega_moe, {**arguments, **change})
     return str(found.value)

@@ -382,13 +382,13 @@ BAD: dict[str, Refused] = {
 
 def refuse(bad: str, entry: str = "mega_moe") -> str:
     """Asks one of BAD of an entry; returns the text of the refusal, or raises AssertionError."""
-    change, *right = BAD[bad]
+    change, error, argument, was, may_be = BAD[bad]
     call = {
         "mega_moe": mega_moe,
         "sharded_mega_moe": functools.partial(
             sharded_mega_moe, expert_axis="expert", mesh=layer.expert_mesh(1)
         ),
     }[entry]
-    with refusal(*right) as found:
+    with refusal(error, argument, was, may_be) as found:
         trace(call, {**sizes(), **change})
     return str(found.value)

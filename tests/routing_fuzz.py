@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests import cases, compare, layer
+from tests import cases, compare, emulated, layer
 from tests.cases import BF16, F32, Batch, Results
 
 KINDS = ("uniform", "zipf", "one expert", "one rank", "one source")
@@ -34,6 +34,12 @@ class Shape(NamedTuple):
     I: int
     weight_dtype: np.dtype
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the batches of tests.cases."""
+        widths = {"num_experts": self.E, "hidden": self.H, "intermediate": self.I}
+        return {**widths, "dtype": BF16, "weight_dtype": self.weight_dtype}
+
     def of_ranks(self, ranks: int) -> "Shape":
         """The next size that so many ranks have equal shares of."""
         T, E = (-(-n // ranks) * ranks for n in (self.T, self.E))
@@ -47,10 +53,11 @@ def _draw_shapes() -> tuple[Shape, ...]:
     tokens += [int(2**x) for x in rng.uniform(1, 12, 29)]
     choices = [1, 2, 8, 32, *rng.integers(1, 33, 36).tolist()]
     experts = [1, 2, 3, 8, 128, 255, 256, *(int(2**x) for x in rng.uniform(0, 8, 33))]
-    widths = [(64, 64), (128, 64), (64, 192), (192, 128)]
+    # The host judges all weights' gradients: those of many experts are narrow.
+    widths = {False: [(64, 64), (128, 64), (64, 192), (192, 128)], True: [(64, 64), (128, 64)] * 2}
     drawn = zip(tokens, rng.permutation(choices), rng.permutation(experts), strict=True)
     return tuple(
-        Shape(i, T, int(K), int(E), *widths[i % 4], BF16 if i % 2 else F32)
+        Shape(i, T, int(K), int(E), *widths[int(E) > 64][i % 4], (F32, BF16)[i // 4 % 2])
         for i, (T, K, E) in enumerate(drawn)
     )
 
@@ -92,7 +99,11 @@ def faults_of(
     routings: int = 1,
     seeds: Iterable[int] | None = None,
 ) -> list[str]:
-    """What is wrong with so many routings of a shape, each with its seed; prints all seeds."""
+    """What is wrong with so many routings of a shape, each with its seed; prints all seeds.
+
+    Args:
+      backend: of `mega_moe`, or "emulated": the kernels on the emulated machine.
+    """
     shape = shape.of_ranks(ranks)
     first = 10_000 * shape.number
     seeds = list(seeds or range(first, first + routings))
@@ -111,16 +122,33 @@ def judge(shape: Shape, seed: int, backend: str, ranks: int) -> None:
     """Raises AssertionError unless y and all gradients are right."""
     rng = np.random.default_rng(seed)
     ids = ids_of(rng, shape, ranks)
-    run = functools.partial(layer.run, num_ranks=None if ranks == 1 else ranks, backend=backend)
-    widths: dict[str, Any] = {"num_experts": shape.E, "hidden": shape.H, "intermediate": shape.I}
-    widths |= {"dtype": BF16, "weight_dtype": shape.weight_dtype}
-    exact = cases.oracle(ids, rng.choice(WEIGHTS, ids.shape), **widths)
+    run = functools.partial(_emulated if backend == "emulated" else _run, backend, ranks)
+    exact = cases.oracle(ids, rng.choice(WEIGHTS, ids.shape), **shape.options)
     assert_oracle(run(exact), exact)
     if shape.T == 0:
         return
-    batch = cases.normal(ids, **widths, seed=seed)
+    weights = rng.uniform(0.1, 1, ids.shape).astype(BF16)
+    batch = _normal_of(shape)._replace(expert_idx=ids, expert_weight=weights)
     right = layer.run(batch, backend="reference", precision="float32")
     assert_near(run(batch), Results(*(a.astype(F32) for a in right)))
+
+
+@functools.lru_cache(maxsize=2)
+def _normal_of(shape: Shape) -> Batch:
+    """All but the routing, drawn once for all routings of a shape."""
+    none = np.full((shape.T, shape.K), -1, np.int32)
+    return cases.normal(none, **shape.options, seed=shape.number)
+
+
+def _run(backend: str, ranks: int, batch: Batch) -> Results:
+    return layer.run(batch, None if ranks == 1 else ranks, backend=backend)
+
+
+def _emulated(backend: str, ranks: int, batch: Batch) -> Results:
+    """By the kernels, in an order of events that differs with the routing."""
+    how: dict[str, Any] = {"ranks": ranks, "seed": int(batch.expert_idx.sum()) & 0xFFFF}
+    gradients = emulated.backward(batch, weight_dtype=batch.w_gate.dtype, **how)
+    return Results(emulated.forward(batch, **how), *gradients)
 
 
 def assert_near(found: Results, right: Results) -> None:

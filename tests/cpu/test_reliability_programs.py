@@ -56,6 +56,13 @@ def test_fuzzed_routings_are_right(ranks: int, capsys: pytest.CaptureFixture[str
         assert f"seeds {10_000 * number} to {10_000 * number + 5}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("number", [12, 33])
+def test_fuzzed_routings_are_right_on_the_emulated_machine(number: int, ranks: int) -> None:
+    shape = SHAPES[number]
+    assert routing_fuzz.faults_of(shape, backend="emulated", ranks=ranks, routings=3) == []
+
+
 @pytest.mark.parametrize("of_oracle", [True, False])
 @pytest.mark.parametrize("wrong", Results._fields)
 def test_the_fuzz_finds_what_is_wrong(

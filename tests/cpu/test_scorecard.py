@@ -1,5 +1,6 @@
 """The scorecard's frame: a line passes by its rules alone, and nothing that was not run does."""
 
+import functools
 import importlib
 import inspect
 import json
@@ -87,13 +88,22 @@ def test_a_part_is_run_once_a_commit_and_what_failed_stays_so(tmp_path: Path) ->
     bad = part("bad", count + "raise SystemExit(3)")
     lines = (line(part("good", count + says(wrong=0))), line(bad))
     for _ in range(2):
-        found = scorecard.run_parts(lines, [], 0, tmp_path / "parts", CLEAN, "cpu")
+        found = scorecard.run_parts(lines, [], 0, tmp_path / "parts", lambda: CLEAN, "cpu")
         assert found["good"].figure == {"wrong": 0}
         assert found["bad"].figure is None and "it ended with 3" in found["bad"].error
         assert counter.read_text() == "xx"
     for revision in (Revision("def", False), DIRTY, DIRTY):
-        scorecard.run_parts(lines, ["good"], 0, tmp_path / "parts", revision, "cpu")
+        now = functools.partial(lambda revision: revision, revision)
+        scorecard.run_parts(lines, ["good"], 0, tmp_path / "parts", now, "cpu")
     assert counter.read_text() == "xxxxx"
+
+
+def test_a_part_during_which_sources_change_is_not_kept(tmp_path: Path) -> None:
+    revisions = iter([CLEAN, DIRTY])
+    lines = (line(part("a", says(wrong=0))),)
+    with pytest.raises(SystemExit, match="a: of .*False.* when it began, of .*True.* at its end"):
+        scorecard.run_parts(lines, [], 0, tmp_path, lambda: next(revisions), "cpu")
+    assert not list(tmp_path.iterdir())
 
 
 def test_parts_of_two_commits_or_devices_do_not_mix(tmp_path: Path) -> None:

@@ -102,5 +102,4 @@ def test_offsets_beyond_32_bits(name: str) -> None:
 def test_offsets_beyond_32_bits_of_what_is_kept(name: str) -> None:
     """g and u, which are rows of 2I columns."""
     dims, ids = large_case(name)
-    sizes = {"experts": dims.E, "hidden": dims.H, "intermediate": dims.I}
-    check_oracle(ids, run=kept_gradients, **sizes)
+    check_oracle(ids, run=kept_gradients, experts=dims.E, hidden=dims.H, intermediate=dims.I)
