@@ -32,6 +32,11 @@ def _fuzz(backend: str, ranks: int, gpus: int) -> tuple[Part, ...]:
     )
 
 
+def _turns(turns: range) -> str:
+    """Of the test that is run 20 times."""
+    return f"right_behind and ({' or '.join(f'[{turn}]' for turn in turns)})"
+
+
 FUZZ_RULES = (Rule("routings", at_least=2000), Rule("shapes", at_most=40), *NONE_WRONG)
 FUZZ = "y and all gradients of random routings against the oracle and a float32 reference"
 
@@ -208,30 +213,31 @@ TWO_GPUS = (
     Line("routing_fuzz_ranks", FUZZ, _fuzz("cuda", 2, 2), FUZZ_RULES, 2),
     Line(
         "stress_ranks",
-        "launches that are late by up to 50 ms on either rank, and delays in every role",
-        (),
-        (Rule("iterations", at_least=2000),),
+        "two processes whose launches are late by up to 50 ms, with delays in every role",
+        tuple(
+            program(f"stress_ranks_{i}", 2, "stress_ranks", "cuda", str(1000 * i), "1000")
+            for i in range(2)
+        ),
+        (Rule("iterations", at_least=2000), Rule("different", at_most=0)),
         2,
-        missing="there is no program for it yet",
     ),
     Line(
         "repeats_ranks",
-        "the bits of one GPU, in both process models and with GPUs in either order",
+        "the bits of one process in fresh pairs of processes, GPUs in either order; the bits of "
+        "one GPU, at every size and 20 times",
         (
-            suite("bits_of_processes", 2, "processes", only="bits_of_one"),
+            *(program(f"pairs_{i}", 2, "pairs", "cuda", str(i), "5") for i in range(4)),
             suite("bits_of_ranks", 2, "ranks", only="every_bit or twenty_runs"),
         ),
-        all_pass(54),
+        (Rule("pairs", at_least=20), *all_pass(50)),
         2,
-        missing="20 fresh pairs of processes are wanted; there is a program for 4",
     ),
     Line(
         "configurations_differ",
-        "processes of other configurations are refused on all ranks within 30 s",
-        (suite("other_configurations", 2, "peers", only="process_for_each"),),
-        all_pass(1),
+        "processes that make different calls are refused on both ranks within 30 s",
+        (suite("configurations_differ", 2, "processes", only="differs"),),
+        all_pass(6),
         2,
-        missing="6 kinds are wanted; there is a program for 2",
     ),
     Line(
         "watchdog_ranks",
@@ -253,14 +259,20 @@ TWO_GPUS = (
     ),
     Line(
         "killed_peer",
-        "a peer that is killed or leaves: the others raise within 10 s, and the next start works",
+        "a peer that is killed, interrupted or leaves: the other one raises within 10 s, and the "
+        "next start works, 20 times right behind it",
         (
-            suite("killed", 2, "processes", only="killed_is_named or leaves or should"),
+            suite(
+                "killed", 2, "processes", only="killed_is_named or interrupted or leaves or should"
+            ),
             suite("killed_at_any_moment", 2, "processes", only="any_moment"),
+            *(
+                suite(f"restarts_{i}", 2, "processes", only=_turns(range(5 * i, 5 * i + 5)))
+                for i in range(4)
+            ),
         ),
-        all_pass(9),
+        all_pass(30),
         2,
-        missing="SIGINT and 20 restarts within 1 s are wanted; there is no program for them yet",
     ),
     Line(
         "overlap_ranks",

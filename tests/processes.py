@@ -15,6 +15,10 @@ from tests.process import start_on_gpu
 
 # The devices that each process of a pair sees.
 OWN_GPU = ((0,), (1,))
+# In either order, and where each sees both.
+ORDERS = (OWN_GPU, ((1,), (0,)), ((0, 1), (0, 1)), ((1, 0), (1, 0)))
+# Of a pair that needs no GPU.
+ON_CPU = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
 
 class Ended(NamedTuple):

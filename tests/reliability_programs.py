@@ -7,6 +7,7 @@ tests.forward_programs, a program that did its work says in its last line what i
 """
 
 import hashlib
+import json
 import sys
 import tempfile
 import time
@@ -26,7 +27,9 @@ from tests import (
     mesh_refusal_cases,
     nan_cases,
     process,
+    processes,
     races,
+    rank_programs,
     refusal_cases,
     routing_fuzz,
     transform_cases,
@@ -34,6 +37,7 @@ from tests import (
 from tests.cases import Size, normal_of
 from tests.forward_programs import done
 from tests.mutations import error_of
+from tests.rank_programs import Skewed
 
 PASSES: dict[str, ModuleType] = {"forward": forward_programs, "backward": backward_programs}
 # T, K, E, H, I: what `hashes` runs.
@@ -117,11 +121,11 @@ def _hash(backend: str, sizes: Sequence[Size]) -> str:
     return found.hexdigest()
 
 
-def repeats(backend: str, processes: str, sizes: str) -> None:
+def repeats(backend: str, count: str, sizes: str) -> None:
     """`hashes` in so many processes, one after another."""
     arguments = ("tests.reliability_programs", "hashes", backend, sizes)
     found: list[str] = []
-    for _ in range(int(processes)):
+    for _ in range(int(count)):
         if backend == "cuda":
             result = process.run_on_gpu("-m", *arguments)
         else:
@@ -129,7 +133,7 @@ def repeats(backend: str, processes: str, sizes: str) -> None:
         assert result.returncode == 0, result.stderr
         found += result.stdout.splitlines()[-1].split()
     print(*sorted(set(found)), sep="\n")
-    done(processes=int(processes), runs=len(found), different=len(set(found)) - 1)
+    done(processes=int(count), runs=len(found), different=len(set(found)) - 1)
 
 
 def stress(pass_name: str, runs: str) -> None:
@@ -137,6 +141,31 @@ def stress(pass_name: str, runs: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         delays = races.delayed_runs(PASSES[pass_name], Path(folder), int(runs))
     done(iterations=int(runs), fewest_delays_of_a_role=min(delays.values()))
+
+
+def stress_ranks(backend: str, first: str, runs: str) -> None:
+    """Two processes whose calls are launched late, with delays in every role."""
+    how: dict[str, Any] = {"JAX_MEGAMOE_EXTENSION": "_cuda_delays"}
+    arguments = ("tests.rank_programs", "skewed", backend, first, runs)
+    how = how if backend == "cuda" else processes.ON_CPU
+    pair = processes.run_pair(*arguments, timeout_s=450, **how)
+    assert [process.code for process in pair] == [0, 0], pair
+    found = [Skewed(**json.loads(process.said[-1])) for process in pair]
+    print(*found, sep="\n")
+    different = sum(of_rank.different for of_rank in found)
+    done(iterations=min(of_rank.iterations for of_rank in found), different=different)
+
+
+def pairs(backend: str, order: str, count: str) -> None:
+    """The bits of one process in fresh pairs, which see their GPUs in one of `processes.ORDERS`."""
+    how: dict[str, Any] = {} if backend == "cuda" else processes.ON_CPU
+    for _ in range(int(count)):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = ("tests.rank_programs", "bits", folder, backend)
+            pair = processes.run_pair(*arguments, visible=processes.ORDERS[int(order)], **how)
+            assert [process.code for process in pair] == [0, 0], pair
+            rank_programs.assert_bits(Path(folder), backend)
+    done(pairs=int(count))
 
 
 def fractions() -> None:
@@ -152,7 +181,19 @@ def fractions() -> None:
 PROGRAMS: dict[str, Callable[..., None]] = {
     program.__name__: program
     for program in (
-        *(fuzz, refusals, isolation, transforms, leaks, hashes, repeats, stress, fractions),
+        *(
+            fuzz,
+            refusals,
+            isolation,
+            transforms,
+            leaks,
+            hashes,
+            repeats,
+            stress,
+            stress_ranks,
+            pairs,
+        ),
+        fractions,
     )
 }
 

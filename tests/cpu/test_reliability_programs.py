@@ -156,6 +156,8 @@ def test_growth_is_seen() -> None:
     [
         (("fuzz", "reference", "1", "0", "1", "3"), {"routings": 3, "shapes": 1, "wrong": 0}),
         (("repeats", "reference", "2", "1"), {"processes": 2, "runs": 4, "different": 0}),
+        (("pairs", "reference", "0", "1"), {"pairs": 1}),
+        (("stress_ranks", "reference", "8", "4"), {"iterations": 4, "different": 0}),
     ],
 )
 def test_programs_say_what_they_did(arguments: tuple[str, ...], right: dict[str, int]) -> None:
