@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jax_megamoe.config import SAVES
-from tests import compare, drift, layer, nan_cases, process, routing_fuzz, transform_cases
+from tests import compare, drift, emulated, layer, nan_cases, process, routing_fuzz, transform_cases
 from tests.cases import Batch, Results
 from tests.forward_programs import counted
+from tests.mutations import SEMANTIC, Fault
 from tests.reliability_programs import judged, judged_refusals
 from tests.routing_fuzz import KINDS, SHAPES
 
@@ -83,6 +84,15 @@ def test_the_fuzz_finds_what_is_wrong(
     monkeypatch.setattr(layer, "run", off_by_one)
     (fault,) = routing_fuzz.faults_of(SHAPES[4], backend="reference", seeds=[40_002])
     assert fault.startswith("seed 40002 of Shape(number=4,") and f": {wrong}: " in fault
+
+
+@pytest.mark.parametrize("fault", SEMANTIC, ids=lambda fault: fault.name)
+def test_the_fuzz_finds_seeded_faults(fault: Fault) -> None:
+    """Of the kernels' backward: with three routings of one shape, or two of many experts."""
+    with emulated.with_fault(fault.number):
+        faults = routing_fuzz.faults_of(SHAPES[12], backend="emulated", routings=3)
+        faults = faults or routing_fuzz.faults_of(SHAPES[24], backend="emulated", routings=2)
+    assert faults, f"no routing is wrong although {fault.what}"
 
 
 def test_every_class_of_bad_input_has_a_text_of_its_own() -> None:
