@@ -1,5 +1,6 @@
 """Lines of the scorecard: what each must reach, the parts that find out, and what comes of them."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -103,29 +104,41 @@ class Record(NamedTuple):
     error: str
 
 
-def run(part: Part, revision: Revision, device: str, limit_s: float = PART_LIMIT_S) -> Record:
-    """Runs a part in a process group of its own, all of which ends with it."""
+def run(
+    part: Part,
+    revision: Revision,
+    device: str,
+    folder: pathlib.Path,
+    limit_s: float = PART_LIMIT_S,
+) -> Record:
+    """Runs a part in a process group of its own, all of which ends with it.
+
+    What it prints lies in a file in the folder: of the fuzz, all seeds.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     environment = process.cpu_environment()
     if part.gpus:
         environment = process.gpu_environment(JAX_MEGAMOE_GPUS=str(part.gpus))
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        report = pathlib.Path(folder, "report.xml")
+    log = folder / f"{part.name}.log"
+    with tempfile.TemporaryDirectory() as reports:
+        report = pathlib.Path(reports, "report.xml")
         options = [f"--junitxml={report}"] if part.is_suite else []
-        code, output = _run([sys.executable, *part.arguments, *options], environment, limit_s)
+        code = _run([sys.executable, *part.arguments, *options], environment, log, limit_s)
+        output = log.read_text(errors="replace")
         try:
             figure, error = _figure(part, code, output, report), ""
-        except (AssertionError, ValueError) as failed:
+        except ValueError as failed:
             figure, error = None, f"{failed}\n{output[-3000:]}".strip()
     seconds = round(time.monotonic() - start, 1)
     return Record(part.name, *revision, device if part.gpus else "cpu", seconds, figure, error)
 
 
 def _run(
-    command: Sequence[str], environment: Mapping[str, str], limit_s: float
-) -> tuple[int | None, str]:
-    """The exit status, None when time was up, and the output with the errors."""
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
+    command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path, limit_s: float
+) -> int | None:
+    """The exit status; None when time was up."""
+    with log.open("w") as output:
         running = subprocess.Popen(
             command,
             cwd=process.ROOT,
@@ -134,30 +147,29 @@ def _run(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        code = None
-        try:
-            code = running.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            try:
-                os.killpg(running.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            running.wait()
-        output.seek(0)
-        return code, output.read()
+    try:
+        return running.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
 
 
 def _figure(part: Part, code: int | None, output: str, report: pathlib.Path) -> dict[str, float]:
-    """What a part has counted; AssertionError, ValueError: it did not end as it should."""
-    assert code is not None, "it did not end in time"
+    """What a part has counted; ValueError: it did not end as it should."""
+    if code is None:
+        raise ValueError("it did not end in time")
+    if code != 0 and not (part.is_suite and code == 1):  # 1: tests have failed
+        raise ValueError(f"it ended with {code}")
     if part.is_suite:
-        assert code in (0, 1) and report.exists(), f"pytest ended with {code}"
+        if not report.exists():
+            raise ValueError("pytest has left no report")
         return suite_figure(report)
-    assert code == 0, f"it ended with {code}"
     last = output.strip().splitlines()[-1:]
-    assert last and last[0].startswith("done: "), "it did not say what it did"
+    if not last or not last[0].startswith("done: "):
+        raise ValueError("it did not say what it did")
     return json.loads(last[0].removeprefix("done: "))
 
 
@@ -215,7 +227,6 @@ def load(folder: pathlib.Path, revision: Revision) -> dict[str, Record]:
 
 
 def save(folder: pathlib.Path, record: Record) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record.part}.json"
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(record._asdict(), indent=2) + "\n")

@@ -52,7 +52,7 @@ def run_parts(
         raise SystemExit(f"{lacking} need more than {gpus} GPUs")
     for part in chosen:
         if part.name not in records:
-            records[part.name] = record = run(part, revision, device)
+            records[part.name] = record = run(part, revision, device, folder)
             if (now := revision_now()) != revision:
                 raise SystemExit(f"{part.name}: of {revision} when it began, of {now} at its end")
             save(folder, record)

@@ -83,7 +83,7 @@ def ids_of(rng: np.random.Generator, shape: Shape, ranks: int) -> np.ndarray:
         ids = np.argsort(-scores, axis=1)[:, : shape.K]
     else:
         ids = rng.choice(E, size, p=popularity)
-    none = np.array([0, rng.random(), 1])[rng.integers(3)]
+    none = rng.choice([0, rng.random(), 1], p=[0.45, 0.45, 0.1])
     wrong = rng.choice(np.array([-1, E, 2**31 - 1, -(2**31)]), size)
     ids = np.where(rng.random(size) < none, wrong, ids)
     if kind == "one source":

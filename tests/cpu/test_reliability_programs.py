@@ -36,7 +36,7 @@ def test_routings_of_the_fuzz_are_of_every_kind() -> None:
     valid = [(ids >= 0) & (ids < shape.E) for ids in drawn]
     nothing = [v for v in valid if not v.any()]
     everything = [ids for ids, v in zip(drawn, valid, strict=True) if v.all()]
-    assert 10 < len(nothing) and 10 < len(everything) < 60
+    assert 2 < len(nothing) < 20 and 20 < len(everything) < 60
     repeated = [len(set(row)) < shape.K for ids in everything for row in ids.tolist()]
     assert any(repeated) and not all(repeated)
     one_expert = [ids for ids in everything if np.all(ids == ids[0, 0])]
@@ -69,29 +69,29 @@ def test_fuzzed_routings_are_right_on_the_emulated_machine(number: int, ranks: i
 def test_the_fuzz_finds_what_is_wrong(
     wrong: str, of_oracle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One number that is 1 too large, of the oracle's results or of those of random data."""
+    """One number that is 100 too large, of the oracle's results or of those of random data."""
     run = layer.run
 
-    def off_by_one(batch: Batch, num_ranks: int | None = None, **how: str) -> Results:
+    def spoilt(batch: Batch, num_ranks: int | None = None, **how: str) -> Results:
         found = run(batch, num_ranks, **how)
         is_oracle = bool(np.all(batch.x[:, 1:] == 0))
         if how.get("precision") == "float32" or is_oracle != of_oracle:
             return found
         array = getattr(found, wrong).copy()
-        array[(-1,) * array.ndim] += 1
+        array[(-1,) * array.ndim] += 100
         return found._replace(**{wrong: array})
 
-    monkeypatch.setattr(layer, "run", off_by_one)
+    monkeypatch.setattr(layer, "run", spoilt)
     (fault,) = routing_fuzz.faults_of(SHAPES[4], backend="reference", seeds=[40_002])
     assert fault.startswith("seed 40002 of Shape(number=4,") and f": {wrong}: " in fault
 
 
 @pytest.mark.parametrize("fault", SEMANTIC, ids=lambda fault: fault.name)
 def test_the_fuzz_finds_seeded_faults(fault: Fault) -> None:
-    """Of the kernels' backward: with three routings of one shape, or two of many experts."""
+    """With three routings of one shape, or three of another one."""
     with emulated.with_fault(fault.number):
-        faults = routing_fuzz.faults_of(SHAPES[12], backend="emulated", routings=3)
-        faults = faults or routing_fuzz.faults_of(SHAPES[24], backend="emulated", routings=2)
+        faults = routing_fuzz.faults_of(SHAPES[20], backend="emulated", routings=3)
+        faults = faults or routing_fuzz.faults_of(SHAPES[3], backend="emulated", routings=3)
     assert faults, f"no routing is wrong although {fault.what}"
 
 

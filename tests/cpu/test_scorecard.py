@@ -103,7 +103,7 @@ def test_a_part_during_which_sources_change_is_not_kept(tmp_path: Path) -> None:
     lines = (line(part("a", says(wrong=0))),)
     with pytest.raises(SystemExit, match="a: of .*False.* when it began, of .*True.* at its end"):
         scorecard.run_parts(lines, [], 0, tmp_path, lambda: next(revisions), "cpu")
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.json"))
 
 
 def test_parts_of_two_commits_or_devices_do_not_mix(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_parts_of_two_commits_or_devices_do_not_mix(tmp_path: Path) -> None:
         ("import os; os.abort()", "ended with -6"),
     ],
 )
-def test_a_part_that_does_not_end_well_has_no_figure(code: str, error: str) -> None:
-    found = _scorecard.run(part("a", code), CLEAN, "cpu", limit_s=2)
+def test_a_part_that_does_not_end_well_has_no_figure(code: str, error: str, tmp_path: Path) -> None:
+    found = _scorecard.run(part("a", code), CLEAN, "cpu", tmp_path, limit_s=2)
     assert found.figure is None and error in found.error
     assert found.seconds < 10
 
@@ -147,10 +147,11 @@ def test_a_suite_counts_tests_failures_and_skips(tmp_path: Path) -> None:
     file = tmp_path / "test_suite.py"
     file.write_text(SUITE)
     alone = ("-m", "pytest", "--noconftest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path))
-    found = _scorecard.run(Part("suite", 0, (*alone, str(file)), True), CLEAN, "cpu")
+    found = _scorecard.run(Part("suite", 0, (*alone, str(file)), True), CLEAN, "cpu", tmp_path)
     assert found.figure == {"tests": 4, "failed": 2, "skipped": 2}
     none = Part("suite", 0, (*alone, "-k", "nothing", str(file)), True)
-    assert "pytest ended with 5" in _scorecard.run(none, CLEAN, "cpu").error
+    assert "it ended with 5" in _scorecard.run(none, CLEAN, "cpu", tmp_path).error
+    assert "4 deselected" in (tmp_path / "suite.log").read_text()
 
 
 def test_a_failing_line_fails_the_program_and_its_file(
