@@ -15,39 +15,59 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_megamoe import _ffi, reference
-from jax_megamoe.config import KERNEL_MULTIPLE, KERNEL_PRECISIONS, Dims, MegaMoEConfig
+from jax_megamoe.config import (
+    KERNEL_MULTIPLE,
+    KERNEL_PRECISIONS,
+    Dims,
+    MegaMoEConfig,
+    lacking_in_fp8,
+)
 from jax_megamoe.memory import gate_up_array
 from jax_megamoe.quantization import NUM_ARRAYS, QuantizedExperts, from_arrays
 
 Array = jax.Array
 
 
-def reason_for_reference(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -> str:
+def reason_for_reference(
+    config: MegaMoEConfig, *, H: int, I: int, R: int = 1, expert_bias: bool = False
+) -> str:
     """Why a call on a GPU of this process runs the reference; "" when it runs the kernels.
 
     Also "" when it asks for the kernels by name. Values are not checked here; the call does that.
 
     Args:
       H: hidden size. I: intermediate size of an expert. R: ranks that share the experts.
+      expert_bias: the experts have biases.
     """
     if config.backend == "cuda":
         return ""
-    return next(iter(call_refusals(config, H=H, I=I, R=R)), "") or _ffi.missing()
+    refusals = call_refusals(config, H=H, I=I, R=R, expert_bias=expert_bias)
+    return next(iter(refusals), "") or _ffi.missing()
 
 
-def call_refusals(config: MegaMoEConfig, *, H: int, I: int, R: int = 1) -> list[str]:
+def call_refusals(
+    config: MegaMoEConfig, *, H: int, I: int, R: int = 1, expert_bias: bool = False
+) -> list[str]:
     """What "auto" finds in a call to run the reference for, on any machine; [] for nothing."""
+    is_fp8 = config.precision == "fp8_block"
     refusals = {
         'backend="reference" asks for it': config.backend == "reference",
         f"the kernels have no precision {config.precision!r}": (
             config.precision not in KERNEL_PRECISIONS
         ),
-        f"the kernels for experts on {R} GPUs are not measured yet, and run by name only": R > 1,
+        f"the kernels for experts on {R} GPUs are not measured yet, and run by name only": (
+            R > 1 and not is_fp8
+        ),
         f"H = {H} and I = {I} are not both multiples of {KERNEL_MULTIPLE}": (
             H % KERNEL_MULTIPLE or I % KERNEL_MULTIPLE
         ),
     }
-    return [why for why, holds in refusals.items() if holds]
+    lacking = {"activation": config.activation, "R": R, "expert_bias": expert_bias}
+    of_fp8 = lacking_in_fp8(**lacking) if is_fp8 else []
+    return [
+        *(why for why, holds in refusals.items() if holds),
+        *(f"the kernels of precision 'fp8_block' take no {what}" for what in of_fp8),
+    ]
 
 
 def forward(
@@ -60,7 +80,7 @@ def forward(
 ) -> tuple[Array, ...]:
     """As `reference.forward`, with the sums of the backend that runs."""
     operands = (*arrays, *jax.tree.leaves(quantized))
-    if _is_open(dims, config):
+    if _is_open(dims, config, arrays[3:]):
         x, *_ = arrays
         results = [
             _ffi.result_type(x, (dims.T, dims.H), x.dtype),
@@ -87,7 +107,7 @@ def backward(
     takes_gate_up = gate_up is not None
     kept = () if gate_up is None else (gate_up,)
     operands = (*arrays, *kept, *jax.tree.leaves(quantized))
-    if _is_open(dims, config):
+    if _is_open(dims, config, experts):
         results = [
             _ffi.result_type(x, (dims.T, dims.H), x.dtype),
             _ffi.result_type(x, (dims.T, dims.K), jnp.float32),
@@ -99,10 +119,15 @@ def backward(
     return _run(_backward_on, config, operands, **options)
 
 
-def _is_open(dims: Dims, config: MegaMoEConfig) -> bool:
-    """Whether the platform decides. Then R is 1, and no pass talks to another rank."""
-    is_auto = config.backend == "auto"
-    return is_auto and not reason_for_reference(config, H=dims.H, I=dims.I, R=dims.R)
+def _is_open(dims: Dims, config: MegaMoEConfig, experts: Sequence[Array]) -> bool:
+    """Whether the platform decides. Then R is 1, and no pass talks to another rank.
+
+    experts: their weights and, if they have any, biases.
+    """
+    if config.backend != "auto":
+        return False
+    expert_bias = len(experts) > _ffi.NUM_WEIGHTS
+    return not reason_for_reference(config, H=dims.H, I=dims.I, R=dims.R, expert_bias=expert_bias)
 
 
 def _run(

@@ -10,6 +10,7 @@ from jax_megamoe import memory
 from jax_megamoe._backend import call_refusals
 from jax_megamoe._ffi import KERNEL_COMPUTE_CAPABILITY, older_generation
 from jax_megamoe._machine import NOT_INSTALLED, Device, Facts
+from jax_megamoe._quantized_checks import check_fp8_kernels
 from jax_megamoe.config import (
     INT32_MAX,
     MAX_CHOICES,
@@ -112,6 +113,7 @@ def check_question(question: Question) -> None:
     if question.config.precision == "fp8_block":
         check_groups("H", H=dims.H)
         check_groups("I", I=dims.I)
+    check_fp8_kernels(question.config, R=dims.R, expert_bias=question.expert_bias)
     if dims.R not in RANK_COUNTS:
         refuse(ValueError, "R", str(dims.R), f"one of {', '.join(map(str, RANK_COUNTS))}")
     if dims.E % dims.R:
@@ -156,12 +158,15 @@ def diagnose(facts: Facts, question: Question) -> Diagnosis:
 
 def _of_call(question: Question) -> list[str]:
     """Why no machine runs the kernels for the call."""
-    # By name they run over several ranks, too.
-    return _refusals(question, 1 if question.config.backend == "cuda" else question.dims.R)
+    return _refusals(question, by_name=question.config.backend == "cuda")
 
 
-def _refusals(question: Question, num_ranks: int) -> list[str]:
-    return call_refusals(question.config, H=question.dims.H, I=question.dims.I, R=num_ranks)
+def _refusals(question: Question, by_name: bool) -> list[str]:
+    dims, config = question.dims, question.config
+    # By name those of "bf16" run over several ranks, too.
+    num_ranks = 1 if by_name and config.precision != "fp8_block" else dims.R
+    sizes = {"H": dims.H, "I": dims.I, "R": num_ranks}
+    return call_refusals(config, **sizes, expert_bias=question.expert_bias)
 
 
 def _of_device(facts: Facts, device: Device) -> list[str]:
@@ -210,10 +215,11 @@ def _memory(question: Question) -> tuple[Memory | None, str]:
     try:
         sizes = dataclasses.asdict(dims)
         how = {"combine_dtype": config.combine_dtype, "expert_bias": bias}
-        plan = memory.memory_plan(**sizes, **how)
-        operands = memory.backward_operands(dims, keeps, bias)
+        plan = memory.memory_plan(**sizes, **how, precision=config.precision)
+        of_backward = (keeps, bias, config.precision)
+        operands = memory.backward_operands(dims, *of_backward)
         dtype = question.weights if config.trainable_experts else None
-        results = memory.backward_results(dims, dtype, bias)
+        results = memory.backward_results(dims, dtype, *of_backward)
     except ValueError as error:
         return None, str(error)
     gradients = ("dx", "dw", "dw_gate", "dw_up", "dw_down", "db_gate", "db_up", "db_down")
@@ -235,7 +241,8 @@ def _advice(facts: Facts, question: Question, too_much: bool) -> list[str]:
     lines = []
     gpus, devices = facts.driver.gpus, facts.devices
     hoppers = [g for g in gpus if g.compute_capability == KERNEL_COMPUTE_CAPABILITY]
-    if _refusals(question, 1):
+    refusals = _refusals(question, by_name=True)
+    if refusals:
         lines.append("No machine runs the kernels for this call: change what its reasons name.")
     elif not gpus and not devices and question.config.backend == "cuda":
         lines.append('Run this call on a machine with an H100, H200 or GH200, or backend="auto".')
@@ -251,7 +258,7 @@ def _advice(facts: Facts, question: Question, too_much: bool) -> list[str]:
     if hoppers and len(hoppers) < len(gpus):
         uuids = ",".join(gpu.uuid for gpu in hoppers)
         lines.append(f"CUDA_VISIBLE_DEVICES={uuids} hides the GPUs that are no Hopper.")
-    if question.dims.R > 1 and question.config.backend == "auto":
+    if question.dims.R > 1 and question.config.backend == "auto" and not refusals:
         lines.append('backend="cuda" runs the kernels over several GPUs by name.')
     if 0 < len(devices) < question.dims.R:
         lines.append(

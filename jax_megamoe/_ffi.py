@@ -31,12 +31,13 @@ from jax_megamoe.memory import (
     trace_result,
 )
 from jax_megamoe.plan import Plan, Step, backward_steps, forward_steps
-from jax_megamoe.quantization import QuantizedExperts
+from jax_megamoe.quantization import QuantizedExperts, QuantizedMatrix
 
 PLAN = "jax_megamoe_plan"
 FORWARD = "jax_megamoe_forward"
 FORWARD_FP8 = "jax_megamoe_forward_fp8"
 BACKWARD = "jax_megamoe_backward"
+BACKWARD_FP8 = "jax_megamoe_backward_fp8"
 PEER_PROBE = "jax_megamoe_peer_probe"
 
 # Of the arrays of the experts, those before the biases.
@@ -222,13 +223,12 @@ def forward_call(
     num_workspace = len(results) - 2 - keep_gate_up
     if trace:
         results.append(trace_result(dims, forward_steps(dims)))
-    target, weights = _target(FORWARD, dims), experts
-    if config.precision == "fp8_block":
-        target, weights = FORWARD_FP8, ()
+    codes = _codes(dims, config, quantized, expert_bias)
+    target, weights = (FORWARD_FP8, ()) if codes else (_target(FORWARD, dims), experts)
     operands = _operands(x, expert_idx, expert_weight, *weights)
     y, counts, *rest = jax.ffi.ffi_call(target, _results(x, results))(
         *operands,
-        *_forward_codes(dims, config, quantized, expert_bias),
+        *(a for m in codes for a in (m.transposed, m.scales)),
         **_attributes(dims, config, axis_name, expert_bias),
         **_work(dims, forward_steps(dims), keep_gate_up, launches, deadline_s),
     )
@@ -246,6 +246,7 @@ def backward_call(
     dims: Dims,
     config: MegaMoEConfig,
     axis_name: AxisName,
+    quantized: QuantizedExperts | None = None,
     gate_up: jax.Array | None = None,
     launches: Sequence[int] = BACKWARD_FUSED,
     deadline_s: float = WAIT_DEADLINE_S,
@@ -254,7 +255,7 @@ def backward_call(
     """The backward custom call of one rank; operands and options as for `forward_call`, dy [T, H].
 
     gate_up: what `forward_call` kept of the same arrays, the last operand; None: the kernel
-    computes g and u again.
+    computes g and u again. With config.precision "fp8_block" of the weights only the dtype is read.
 
     Returns:
       dx [T, H] in the dtype of x, dw float32 [T, K] and, with config.trainable_experts, the
@@ -269,16 +270,18 @@ def backward_call(
     steps = backward_steps(dims, trainable_experts=config.trainable_experts)
     expert_bias = len(experts) > NUM_WEIGHTS
     dtype = experts[0].dtype if config.trainable_experts else None
-    check_backward_fits(dims, dtype, gate_up is not None, expert_bias)
-    results = backward_results(dims, dtype, expert_bias)
+    sizes = (gate_up is not None, expert_bias, config.precision)
+    check_backward_fits(dims, dtype, *sizes)
+    results = backward_results(dims, dtype, *sizes)
     if trace:
         results.append(trace_result(dims, steps))
-    call = jax.ffi.ffi_call(_target(BACKWARD, dims), _results(x, results))
-    kept = () if gate_up is None else (gate_up,)
-    dx, *rest = call(
+    codes = _codes(dims, config, quantized, expert_bias)
+    target, weights = (BACKWARD_FP8, ()) if codes else (_target(BACKWARD, dims), experts)
+    dx, *rest = jax.ffi.ffi_call(target, _results(x, results))(
         jnp.asarray(dy, jnp.bfloat16),
-        *_operands(x, expert_idx, expert_weight, *experts),
-        *kept,
+        *_operands(x, expert_idx, expert_weight, *weights),
+        *_backward_codes(codes),
+        *(() if gate_up is None else (gate_up,)),
         **_attributes(dims, config, axis_name, expert_bias),
         **_work(dims, steps, gate_up is not None, launches, deadline_s),
     )
@@ -309,12 +312,12 @@ def _work(
     }
 
 
-def _forward_codes(
+def _codes(
     dims: Dims, config: MegaMoEConfig, quantized: QuantizedExperts | None, expert_bias: bool
-) -> list[jax.Array]:
-    """The weights of a forward in FP8, K-major, each with its scales; in bf16 none."""
+) -> tuple[QuantizedMatrix, ...]:
+    """The weights of a pass in FP8, refused where its kernels do not take the call; in bf16 ()."""
     if config.precision != "fp8_block":
-        return []
+        return ()
     if dims.R > 1 or config.activation != "swiglu" or expert_bias or quantized is None:
         raise ValueError(
             f"precision is {config.precision!r} with R = {dims.R}, activation "
@@ -322,7 +325,15 @@ def _forward_codes(
             f"{'no ' if quantized is None else ''}quantised weights; its kernels take one rank, "
             "'swiglu', no biases and quantised weights"
         )
-    return [array for matrix in quantized for array in (matrix.transposed, matrix.scales)]
+    return quantized
+
+
+def _backward_codes(codes: Sequence[QuantizedMatrix]) -> list[jax.Array]:
+    """Those that a backward reads: no product of it sums over the rows of w_down."""
+    if not codes:
+        return []
+    gate, up, down = codes
+    return [*gate, *up, down.natural, down.scales]
 
 
 def _target(of_one_rank: str, dims: Dims) -> str:

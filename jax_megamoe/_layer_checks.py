@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from jax_megamoe._layer import Layer
+from jax_megamoe._quantized_checks import check_fp8_kernels
 from jax_megamoe._router_checks import check_router_config, warn_if_weights_are_constant
 from jax_megamoe.config import INT32_MAX, MAX_CHOICES, MAX_EXPERTS
 from jax_megamoe.validation import (
@@ -38,6 +39,7 @@ def check_layer(layer: Layer, kernel_init: Any) -> None:
         check_groups("hidden_size", H=layer.hidden_size)
         check_groups("intermediate_size", I=layer.intermediate_size)
     check_flag("expert_bias", layer.expert_bias)
+    check_fp8_kernels(layer.config, expert_bias=layer.expert_bias)
     if layer.config.return_counts:
         refuse(
             ValueError,

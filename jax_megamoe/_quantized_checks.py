@@ -1,10 +1,12 @@
-"""What the quantised weights of a call may be, and the words when they are something else."""
+"""What a call with precision="fp8_block" and its quantised weights may be, and the words when they
+are something else.
+"""
 
 from typing import Any
 
 import jax.numpy as jnp
 
-from jax_megamoe.config import FP8_GROUP, MegaMoEConfig
+from jax_megamoe.config import FP8_GROUP, MegaMoEConfig, lacking_in_fp8
 from jax_megamoe.quantization import E4M3, QuantizedExperts, QuantizedMatrix
 from jax_megamoe.validation import (
     check_array,
@@ -15,6 +17,20 @@ from jax_megamoe.validation import (
 )
 
 _NAME = "quantized_experts"
+
+
+def check_fp8_kernels(config: MegaMoEConfig, *, R: int = 1, expert_bias: bool = False) -> None:
+    """Raises ValueError for what the kernels of "fp8_block" do not have, asked for by name."""
+    if config.backend != "cuda" or config.precision != "fp8_block":
+        return
+    for what in lacking_in_fp8(activation=config.activation, R=R, expert_bias=expert_bias):
+        refuse(
+            ValueError,
+            "precision",
+            f"'fp8_block' with backend='cuda' and {what}",
+            "'bf16' there; the kernels of 'fp8_block' take experts on one GPU, 'swiglu' and no "
+            "biases, backend='reference' takes all",
+        )
 
 
 def check_quantized(

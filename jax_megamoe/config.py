@@ -11,7 +11,7 @@ import dataclasses
 
 PRECISIONS = ("bf16", "float32", "fp8_block")
 # Those that the CUDA kernels have.
-KERNEL_PRECISIONS = ("bf16",)
+KERNEL_PRECISIONS = ("bf16", "fp8_block")
 ACTIVATIONS = ("swiglu", "geglu")
 BACKENDS = ("auto", "cuda", "reference")
 SAVES = ("none", "gate_up")
@@ -60,7 +60,8 @@ class MegaMoEConfig:
         in float32; "float32" rounds nowhere and exists in the reference backend only. "fp8_block"
         multiplies with the weights in FP8, rows in groups of 128 and weights in blocks of 128 x 128
         with power-of-two scales (docs/fp8.md); the rest, weight gradients too, is as in "bf16". H
-        and I are multiples of 128 then. So far it exists in the reference backend only.
+        and I are multiples of 128 then. Its kernels take R = 1, "swiglu" and no biases; for all
+        else it exists in the reference backend only.
       activation: h of g = x Wg and u = x Wu, biases included. "swiglu": silu(g) u. "geglu":
         gelu(g) u, in gelu's tanh form, as `jax.nn.gelu` by default. Or a `ClampedSwiGLU`.
       backend: "cuda" (the kernels), "reference" (pure JAX, any platform) or "auto": the kernels in
@@ -97,6 +98,18 @@ class MegaMoEConfig:
     trainable_experts: bool = True
     return_counts: bool = False
     debug_checks: bool = False
+
+
+def lacking_in_fp8(
+    *, activation: str | ClampedSwiGLU = "swiglu", R: int = 1, expert_bias: bool = False
+) -> list[str]:
+    """What of a call the kernels of precision "fp8_block" do not have; [] for nothing."""
+    lacking = {
+        f"activation {activation!r}": activation != "swiglu",
+        f"experts on {R} GPUs": R > 1,
+        "biases": expert_bias,
+    }
+    return [what for what, holds in lacking.items() if holds]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

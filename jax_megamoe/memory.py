@@ -4,23 +4,36 @@ Sizes are Python integers, so nothing wraps before it is compared with what 64 b
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jax_megamoe._arrays import (
+    BF16,
+    F32,
+    I32,
+    ArraySize,
+    backward_codes,
+    biases,
+    code_rows,
+    forward_codes,
+    tokens,
+    up_to,
+    weights,
+)
 from jax_megamoe.config import (
     COMBINE_DTYPES,
     FP8_GROUP,
     INT32_MAX,
     KERNEL_MULTIPLE,
+    KERNEL_PRECISIONS,
     POOL_FACTOR,
     TILE_ROWS,
     Dims,
+    lacking_in_fp8,
 )
 from jax_megamoe.plan import (
     DGRAD_DOWN_COLS,
@@ -33,7 +46,13 @@ from jax_megamoe.plan import (
     plan_shapes,
     plan_sizes,
 )
-from jax_megamoe.validation import check_choice, check_flag, check_pool_factor, check_size
+from jax_megamoe.validation import (
+    check_choice,
+    check_flag,
+    check_pool_factor,
+    check_size,
+    refuse,
+)
 
 INT64_MAX = 2**63 - 1
 # The share of a device that JAX takes: its older name, and the newer one, of which one may be set.
@@ -47,24 +66,6 @@ TRAFFIC_RECORDS = 3
 # No Hopper has as many.
 MAX_MULTIPROCESSORS = 256
 
-# Rows of FP8 codes take whole lines, as in cuda/shared/fp8.h.
-LINE_BYTES = 128
-
-_BF16, _F32, _I32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float32, jnp.int32))
-_E4M3, _U8 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.uint8)
-
-
-class ArraySize(NamedTuple):
-    """One array of a call."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -76,12 +77,14 @@ class MemoryPlan:
 
     Attributes:
       operands_bytes: x, expert_weight (float32), expert_idx and the rank's weights, in bf16, and
-        biases, in float32.
+        biases, in float32. With precision "fp8_block" of the weights their codes in the order of
+        the forward, and the scales.
       y_bytes: the result, [T, H] in bf16.
       plan_bytes: the plan's arrays, int32.
       pool_bytes: [P, H] in bf16: x of each row, later its o. P is at most R T K + 127 E/R, the rows
-        of any routing, and at most pool_factor T K + 127 E/R where that is more than R K.
-      h_bytes: [P, I] in bf16.
+        of any routing, and at most pool_factor T K + 127 E/R where that is more than R K. With
+        precision "fp8_block" beside it the codes of x and those of each row's x.
+      h_bytes: [P, I] in bf16, or its codes.
       counters_bytes: the progress of a call.
       gate_up_bytes: [P, 2I] in bf16: what a forward with save="gate_up" keeps for its backward, on
         top of the total.
@@ -119,6 +122,7 @@ def memory_plan(
     combine_dtype: str = "float32",
     pool_factor: float = POOL_FACTOR,
     expert_bias: bool = False,
+    precision: str = "bf16",
 ) -> MemoryPlan:
     """The device memory of one forward call with backend="cuda", for any routing.
 
@@ -127,43 +131,44 @@ def memory_plan(
       I: intermediate size of an expert. R: ranks.
       combine_dtype, pool_factor: as in `MegaMoEConfig`.
       expert_bias: the experts have biases.
+      precision: as in `MegaMoEConfig`, one that has kernels. Of the quantised weights of
+        "fp8_block" it counts those that the forward reads.
 
     Raises:
-      TypeError: a size that is no integer, a dtype that is no string, a factor that is no number, a
-        flag that is none.
+      TypeError: a size that is no integer, a dtype or a precision that is no string, a factor that
+        is no number, a flag that is none.
       ValueError: a size outside the kernels' limits, more bytes than 64 bits hold, another dtype,
-        or another factor, naming it.
+        precision or factor, or what the kernels of the precision do not take, naming it.
     """
+    check_choice("precision", precision, KERNEL_PRECISIONS)
+    fine = FP8_GROUP if precision == "fp8_block" else KERNEL_MULTIPLE
     sizes = {"T": T, "K": K, "E": E, "R": R, "H": H, "I": I}
     for name, size in sizes.items():
-        multiple = KERNEL_MULTIPLE if name in ("H", "I") else 1
+        multiple = fine if name in ("H", "I") else 1
         check_size(name, size, INT32_MAX, least=0 if name == "T" else 1, multiple=multiple)
     check_choice("combine_dtype", combine_dtype, COMBINE_DTYPES)
     check_pool_factor(pool_factor)
     check_flag("expert_bias", expert_bias)
+    if precision == "fp8_block":
+        for what in lacking_in_fp8(R=R, expert_bias=expert_bias):
+            refuse(ValueError, "precision", f"{precision!r} with {what}", "'bf16' there")
     dims = Dims(**{name: int(size) for name, size in sizes.items()}, pool_factor=float(pool_factor))
-    return _memory_plan(dims, combine_dtype=combine_dtype, expert_bias=expert_bias)
-
-
-def _memory_plan(
-    dims: Dims,
-    keep_gate_up: bool = False,
-    combine_dtype: str = "float32",
-    expert_bias: bool = False,
-) -> MemoryPlan:
-    y, *plan, pool, h, counters = forward_results(dims)
+    operands = forward_operands(dims, expert_bias, precision)
+    results = forward_results(dims, precision=precision)
+    pools = _forward_pools(dims, precision)
+    y, *plan = results[: -1 - len(pools)]
+    h_bytes = sum(a.num_bytes for a in pools if a.name == "h")
     memory = MemoryPlan(
-        operands_bytes=_sum_bytes(forward_operands(dims, expert_bias)),
+        operands_bytes=_sum_bytes(operands),
         y_bytes=y.num_bytes,
         plan_bytes=_sum_bytes(plan),
-        pool_bytes=pool.num_bytes,
-        h_bytes=h.num_bytes,
-        counters_bytes=counters.num_bytes,
+        pool_bytes=_sum_bytes(pools) - h_bytes,
+        h_bytes=h_bytes,
+        counters_bytes=results[-1].num_bytes,
         gate_up_bytes=gate_up_array(dims).num_bytes,
         peer_bytes=_peer_bytes(dims, combine_dtype),
     )
-    arrays = forward_operands(dims, expert_bias) + forward_results(dims, keep_gate_up)
-    _check_countable("forward", dims, arrays)
+    _check_countable("forward", dims, operands + results)
     return memory
 
 
@@ -172,46 +177,9 @@ def forward_operands(
 ) -> list[ArraySize]:
     """The operands of the forward custom call, in their order."""
     return [
-        ArraySize("x", (dims.T, dims.H), _BF16),
-        ArraySize("expert_idx", (dims.T, dims.K), _I32),
-        ArraySize("expert_weight", (dims.T, dims.K), _F32),
-        *(_quantized_weights(dims) if precision == "fp8_block" else _weights(dims)),
-        *(_biases(dims) if expert_bias else []),
-    ]
-
-
-def _weights(dims: Dims) -> list[ArraySize]:
-    experts = dims.experts_per_rank
-    return [
-        ArraySize("w_gate", (experts, dims.H, dims.I), _BF16),
-        ArraySize("w_up", (experts, dims.H, dims.I), _BF16),
-        ArraySize("w_down", (experts, dims.I, dims.H), _BF16),
-    ]
-
-
-def _quantized_weights(dims: Dims) -> list[ArraySize]:
-    """Codes of each expert's matrices in the order of the forward, and their scales."""
-    arrays = []
-    for name, (experts, rows, columns), _ in _weights(dims):
-        scales = (experts, rows // FP8_GROUP, columns // FP8_GROUP)
-        arrays += [
-            ArraySize(f"{name} transposed", (experts, columns, rows), _E4M3),
-            ArraySize(f"{name} scales", scales, _F32),
-        ]
-    return arrays
-
-
-def code_row_bytes(columns: int) -> int:
-    """Of a row of FP8 codes with the scales behind them, as CodeRowBytes of cuda/shared/fp8.h."""
-    return columns + _up_to(LINE_BYTES, columns // FP8_GROUP * _F32.itemsize)
-
-
-def _biases(dims: Dims) -> list[ArraySize]:
-    experts = dims.experts_per_rank
-    return [
-        ArraySize("b_gate", (experts, dims.I), _F32),
-        ArraySize("b_up", (experts, dims.I), _F32),
-        ArraySize("b_down", (experts, dims.H), _F32),
+        *tokens(dims),
+        *(forward_codes(dims) if precision == "fp8_block" else weights(dims)),
+        *(biases(dims) if expert_bias else []),
     ]
 
 
@@ -227,10 +195,10 @@ def forward_results(
     steps = forward_steps(dims)
     rows = dims.pool_rows
     return [
-        ArraySize("y", (dims.T, dims.H), _BF16),
+        ArraySize("y", (dims.T, dims.H), BF16),
         *plan_results(dims, steps),
         *_forward_pools(dims, precision),
-        ArraySize("counters", (_num_counters(rows),), _I32),
+        ArraySize("counters", (_num_counters(rows),), I32),
         *([gate_up_array(dims)] if keep_gate_up else []),
     ]
 
@@ -239,65 +207,72 @@ def _forward_pools(dims: Dims, precision: str) -> list[ArraySize]:
     rows = dims.pool_rows
     if precision != "fp8_block":
         return [
-            ArraySize("pool", (rows, dims.H), _BF16),
-            ArraySize("h", (rows, dims.I), _BF16),
+            ArraySize("pool", (rows, dims.H), BF16),
+            ArraySize("h", (rows, dims.I), BF16),
         ]
     return [
-        ArraySize("x_codes", (dims.T, code_row_bytes(dims.H)), _U8),
-        ArraySize("x_pool", (rows, code_row_bytes(dims.H)), _U8),
-        ArraySize("h", (rows, code_row_bytes(dims.I)), _U8),
-        ArraySize("o", (rows, dims.H), _BF16),
+        code_rows("x_codes", dims.T, dims.H),
+        code_rows("x_pool", rows, dims.H),
+        code_rows("h", rows, dims.I),
+        ArraySize("o", (rows, dims.H), BF16),
     ]
 
 
 def gate_up_array(dims: Dims) -> ArraySize:
     """What save="gate_up" keeps: g and u of every pool row, in an order of the backend's own."""
-    return ArraySize("gate_up", (dims.pool_rows, 2 * dims.I), _BF16)
+    return ArraySize("gate_up", (dims.pool_rows, 2 * dims.I), BF16)
 
 
 def _peer_bytes(dims: Dims, combine_dtype: str) -> int:
-    return _up_to(PAGE_BYTES, peer_array_bytes(dims, combine_dtype)) if dims.R > 1 else 0
+    return up_to(PAGE_BYTES, peer_array_bytes(dims, combine_dtype)) if dims.R > 1 else 0
 
 
 def peer_array_bytes(dims: Dims, combine_dtype: str) -> int:
     """The bytes that a rank asks for to share with its peers, as cuda/host/peer_arrays.cc."""
     R, T, K, H = dims.R, dims.T, dims.K, dims.H
     arrays = [
-        ArraySize("blocks_done", (1,), _I32),
-        ArraySize("inputs_done", (R,), _I32),
-        ArraySize("sums_done", (R, T), _I32),
+        ArraySize("blocks_done", (1,), I32),
+        ArraySize("inputs_done", (R,), I32),
+        ArraySize("sums_done", (R, T), I32),
         # Calls take turns with two.
-        *[ArraySize("expert_idx", (R, T, K), _I32)] * 2,
-        *[ArraySize("expert_weight", (R, T, K), _F32)] * 2,
-        ArraySize("dw", (T, K), _F32),
-        ArraySize("x", (T, H), _BF16),
-        ArraySize("dy", (T, H), _BF16),
+        *[ArraySize("expert_idx", (R, T, K), I32)] * 2,
+        *[ArraySize("expert_weight", (R, T, K), F32)] * 2,
+        ArraySize("dw", (T, K), F32),
+        ArraySize("x", (T, H), BF16),
+        ArraySize("dy", (T, H), BF16),
         ArraySize("sums", (R, T, H), np.dtype(combine_dtype)),
     ]
-    return sum(_up_to(PEER_ALIGNMENT, array.num_bytes) for array in arrays)
-
-
-def _up_to(multiple: int, num_bytes: int) -> int:
-    return ceil_div(num_bytes, multiple) * multiple
+    return sum(up_to(PEER_ALIGNMENT, array.num_bytes) for array in arrays)
 
 
 def backward_operands(
-    dims: Dims, keep_gate_up: bool = False, expert_bias: bool = False
+    dims: Dims, keep_gate_up: bool = False, expert_bias: bool = False, precision: str = "bf16"
 ) -> list[ArraySize]:
     """The operands of the backward custom call, in their order."""
-    kept = [gate_up_array(dims)] if keep_gate_up else []
-    return [ArraySize("dy", (dims.T, dims.H), _BF16), *forward_operands(dims, expert_bias), *kept]
+    return [
+        ArraySize("dy", (dims.T, dims.H), BF16),
+        *tokens(dims),
+        *(backward_codes(dims) if precision == "fp8_block" else weights(dims)),
+        *(biases(dims) if expert_bias else []),
+        *([gate_up_array(dims)] if keep_gate_up else []),
+    ]
 
 
 def backward_results(
-    dims: Dims, weight_gradients: jax.typing.DTypeLike | None, expert_bias: bool = False
+    dims: Dims,
+    weight_gradients: jax.typing.DTypeLike | None,
+    keep_gate_up: bool = False,
+    expert_bias: bool = False,
+    precision: str = "bf16",
 ) -> list[ArraySize]:
     """The results of the backward custom call, in their order; all but gradients are workspace.
 
     Args:
       weight_gradients: the dtype of the weights' gradients; None for a call without them. Those
         that several passes may add up come in float32, whatever it is, and those of biases always.
+      keep_gate_up: the call takes g and u of the forward.
       expert_bias: the experts have biases.
+      precision: as in `MegaMoEConfig`.
 
     Raises ValueError as `plan.plan_sizes`.
     """
@@ -307,32 +282,47 @@ def backward_results(
     return [
         *_gradients(dims, weight_gradients, expert_bias),
         *plan_results(dims, steps),
-        ArraySize("x_pool", (rows, dims.H), _BF16),
-        ArraySize("dy_pool", (rows, dims.H), _BF16),
-        ArraySize("dg", (rows, dims.I), _BF16),
-        ArraySize("du", (rows, dims.I), _BF16),
-        ArraySize("wh", (rows, dims.I), _BF16),
-        ArraySize("dx_pool", (rows, dims.H), _BF16),
-        ArraySize("dw_partial", (rows, ceil_div(dims.I, DGRAD_DOWN_COLS)), _F32),
-        ArraySize("counters", (_num_counters(rows) + dims.experts_per_rank,), _I32),
+        ArraySize("x_pool", (rows, dims.H), BF16),
+        ArraySize("dy_pool", (rows, dims.H), BF16),
+        ArraySize("dg", (rows, dims.I), BF16),
+        ArraySize("du", (rows, dims.I), BF16),
+        ArraySize("wh", (rows, dims.I), BF16),
+        ArraySize("dx_pool", (rows, dims.H), BF16),
+        ArraySize("dw_partial", (rows, ceil_div(dims.I, DGRAD_DOWN_COLS)), F32),
+        ArraySize("counters", (_num_counters(rows) + dims.experts_per_rank,), I32),
         # Of each row <dy, b_down> and the router weight.
-        *([ArraySize("bias_rows", (rows, 2), _F32)] if expert_bias else []),
+        *([ArraySize("bias_rows", (rows, 2), F32)] if expert_bias else []),
+        *(_backwardcode_rows(dims, keep_gate_up) if precision == "fp8_block" else []),
     ]
+
+
+def _backwardcode_rows(dims: Dims, keep_gate_up: bool) -> list[ArraySize]:
+    """Those of dy, of dg beside du and, where g and u are computed again, of x."""
+    rows = dims.pool_rows
+    arrays = [
+        code_rows("dy_codes", dims.T, dims.H),
+        code_rows("dy_code_pool", rows, dims.H),
+        code_rows("dz_codes", rows, 2 * dims.I),
+    ]
+    if keep_gate_up:
+        return arrays
+    of_x = [code_rows("x_codes", dims.T, dims.H), code_rows("x_code_pool", rows, dims.H)]
+    return [*arrays, *of_x]
 
 
 def _gradients(
     dims: Dims, weight_gradients: jax.typing.DTypeLike | None, expert_bias: bool
 ) -> list[ArraySize]:
     gradients = [
-        ArraySize("dx", (dims.T, dims.H), _BF16),
-        ArraySize("dw", (dims.T, dims.K), _F32),
+        ArraySize("dx", (dims.T, dims.H), BF16),
+        ArraySize("dw", (dims.T, dims.K), F32),
     ]
     if weight_gradients is None:
         return gradients
-    dtype = _F32 if dims.max_passes > 1 else np.dtype(weight_gradients)
-    gradients += [ArraySize(f"d{w.name}", w.shape, dtype) for w in _weights(dims)]
-    biases = _biases(dims) if expert_bias else []
-    return gradients + [ArraySize(f"d{b.name}", b.shape, b.dtype) for b in biases]
+    dtype = F32 if dims.max_passes > 1 else np.dtype(weight_gradients)
+    gradients += [ArraySize(f"d{w.name}", w.shape, dtype) for w in weights(dims)]
+    of_biases = biases(dims) if expert_bias else []
+    return gradients + [ArraySize(f"d{b.name}", b.shape, b.dtype) for b in of_biases]
 
 
 def trace_result(dims: Dims, steps: Sequence[Step]) -> ArraySize:
@@ -347,15 +337,15 @@ def trace_result(dims: Dims, steps: Sequence[Step]) -> ArraySize:
     records = 4 * sizes.items + sizes.pool_rows + sums
     if dims.R > 1:
         records += 2 * dims.T + 2 * MAX_MULTIPROCESSORS + TRAFFIC_RECORDS
-    return ArraySize("trace", (1 + records, 4), _I32)
+    return ArraySize("trace", (1 + records, 4), I32)
 
 
 def plan_results(dims: Dims, steps: Sequence[Step]) -> list[ArraySize]:
     """The arrays of a plan and the scratch behind them."""
     shapes = plan_shapes(dims, steps)
-    arrays = [ArraySize(*named, _I32) for named in zip(Plan._fields, shapes, strict=True)]
+    arrays = [ArraySize(*named, I32) for named in zip(Plan._fields, shapes, strict=True)]
     scratch = (plan_chunks(dims), dims.experts_per_rank)
-    return [*arrays, ArraySize("chunk_counts", scratch, _I32)]
+    return [*arrays, ArraySize("chunk_counts", scratch, I32)]
 
 
 def _num_counters(pool_rows: int) -> int:
@@ -391,10 +381,12 @@ def check_backward_fits(
     weight_gradients: jax.typing.DTypeLike | None,
     keep_gate_up: bool = False,
     expert_bias: bool = False,
+    precision: str = "bf16",
 ) -> None:
     """As `check_fits`, of a backward; weight_gradients as for `backward_results`."""
-    results = backward_results(dims, weight_gradients, expert_bias)
-    arrays = backward_operands(dims, keep_gate_up, expert_bias) + results
+    how = (keep_gate_up, expert_bias, precision)
+    results = backward_results(dims, weight_gradients, *how)
+    arrays = backward_operands(dims, *how) + results
     _check_countable("backward", dims, arrays)
     workspace = results[len(_gradients(dims, weight_gradients, expert_bias)) :]
     _check_device("backward", dims, arrays, _sum_bytes(workspace))

@@ -11,10 +11,10 @@ from jax.ad_checkpoint import checkpoint_name_fwd
 from jax_megamoe import _backend
 from jax_megamoe._guard import guard
 from jax_megamoe._ids import after_check, canonical_ids, checked
-from jax_megamoe._quantized_checks import check_quantized
+from jax_megamoe._quantized_checks import check_fp8_kernels, check_quantized
 from jax_megamoe.config import POOL_FACTOR, ClampedSwiGLU, Dims, MegaMoEConfig
 from jax_megamoe.quantization import QuantizedExperts, quantize_expert_weights
-from jax_megamoe.validation import check_call, given_biases
+from jax_megamoe.validation import WEIGHTS, check_call, given_biases
 
 Array = jax.Array
 ArrayLike = jax.Array | np.ndarray
@@ -153,6 +153,7 @@ def _on_rows(
     was.
     """
     dims = check_call(x, expert_idx, expert_weight, *experts, config=config, axis_name=axis_name)
+    check_fp8_kernels(config, R=dims.R, expert_bias=len(experts) > len(WEIGHTS))
     check_quantized(quantized, experts[0], config)
     if config.debug_checks:
         expert_idx = checked(expert_idx, num_experts=dims.E)

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe import _ffi
-from jax_megamoe.config import WAIT_DEADLINE_S, ClampedSwiGLU, Dims, MegaMoEConfig
+from jax_megamoe.config import (
+    TILE_ROWS,
+    WAIT_DEADLINE_S,
+    ClampedSwiGLU,
+    Dims,
+    MegaMoEConfig,
+)
+from jax_megamoe.plan import backward_steps, make_plan
 from tests import cases, compare
 from tests.cases import BF16, Batch, Results
 from tests.forward import dims_of
@@ -92,6 +99,21 @@ def assert_same(found: Any, want: Any) -> None:
     for name, a, b in zip(names, found, want, strict=False):
         compare.assert_bitwise(a, b, name)
     assert len(found) == len(want)
+
+
+def assert_whole_trace(records: Any, batch: Batch) -> None:
+    """That of a backward with weight gradients: every item of every step, and rows and sums."""
+    dims, steps = dims_of(batch), backward_steps(dims_of(batch))
+    num_tiles = make_plan(batch.expert_idx[None], dims, 0, steps).expert_start[-1] // TILE_ROWS
+    count, *_ = records[0]
+    start, end, _, kind = records.view(np.uint32)[1 : 1 + count].T
+    assert count < records.shape[0] and (end - start < 10**9).all()
+    parts = (32, 64, 128, 256)  # see cuda/shared/part.h
+    for step, part in zip(steps, parts, strict=True):
+        tiles = num_tiles if step.tiles_m is None else dims.E * step.tiles_m
+        assert (kind == part).sum() == tiles * step.tiles_n, step.name
+    waits = {16 | part for part in parts}
+    assert {1, 8, *parts} <= set(kind.tolist()) <= {1, 8, *parts} | waits
 
 
 @jax.jit

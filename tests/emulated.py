@@ -24,14 +24,10 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
+from jax_megamoe._arrays import code_row_bytes
 from jax_megamoe.activation import gated_unit
 from jax_megamoe.config import POOL_FACTOR, ClampedSwiGLU, Dims
-from jax_megamoe.memory import (
-    code_row_bytes,
-    gate_up_array,
-    peer_array_bytes,
-    trace_result,
-)
+from jax_megamoe.memory import gate_up_array, peer_array_bytes, trace_result
 from jax_megamoe.plan import (
     MAX_STEPS,
     Plan,
@@ -53,7 +49,10 @@ ONE_GPU = ROOT / "build" / "one_gpu"
 BUILT = ROOT / "build" / "emulator"
 # By program, what it needs of cuda/host.
 HOST_SOURCES = {
-    "main": ("backward", "forward", "forward_fp8", "layer", "peer_arrays", "tensor_map"),
+    "main": (
+        *("backward", "backward_fp8", "forward", "forward_fp8", "layer"),
+        *("peer_arrays", "tensor_map"),
+    ),
     "peers": (
         *("exchange", "fault", "nccl", "peer_processes", "peer_records", "peers"),
         *("process", "process_watch"),
@@ -244,8 +243,8 @@ class Call:
       activation: as of `MegaMoEConfig`. biases: of all experts, or None.
       keep: the kernels of save="gate_up". kept: what a backward takes of its forward.
       launches: as for the custom calls; None: fused. trace: likewise.
-      quantized: of a forward with precision="fp8_block", the weights as `quantize_expert_weights`
-        gives them; the second result is then x as it was quantised, in the rows of
+      quantized: with precision="fp8_block", the weights as `quantize_expert_weights` gives them;
+        the second result of a forward is then x as it was quantised, in the rows of
         cuda/shared/fp8.h.
     """
 
@@ -269,10 +268,10 @@ class Call:
     def results(self, dims: Dims) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Of one rank, in their order."""
         results = [((dims.T, dims.H), BF16)]
-        if self.quantized is not None:
-            results.append(((dims.T, code_row_bytes(dims.H)), U8))
         if self.is_backward:
             results.append(((dims.T, dims.K), F32))
+        elif self.quantized is not None:
+            results.append(((dims.T, code_row_bytes(dims.H)), U8))
         if self.is_backward and self.trainable:
             dtype = F32 if self.float_gradients or dims.max_passes > 1 else BF16
             weights = (self.batch.w_gate, self.batch.w_up, self.batch.w_down)
@@ -303,12 +302,20 @@ class Call:
         """Of all ranks, in their order."""
         b = self.batch
         operands = [b.expert_idx.astype(np.int32), b.expert_weight.astype(F32), b.x.astype(BF16)]
-        if self.quantized is not None:
-            return operands + [a for m in self.quantized for a in (m.transposed, m.scales)]
-        operands += [a.astype(BF16) for a in (b.w_gate, b.w_up, b.w_down)]
+        operands += self._weights()
         operands += [b.dy.astype(BF16)] if self.is_backward else []
         operands += [bias.astype(F32) for bias in self.biases or ()]
         return operands if self.kept is None else [*operands, self.kept]
+
+    def _weights(self) -> list[Any]:
+        b, quantized = self.batch, self.quantized
+        if quantized is None:
+            return [a.astype(BF16) for a in (b.w_gate, b.w_up, b.w_down)]
+        if not self.is_backward:
+            return [a for m in quantized for a in (m.transposed, m.scales)]
+        # No product of the backward sums over the rows of w_down.
+        gate, up, down = quantized
+        return [*gate, *up, down.natural, down.scales]
 
 
 def forward(
@@ -381,6 +388,31 @@ def backward(
         biases=biases,
     )
     return run([call], ranks=ranks, **options)[0]
+
+
+def backward_fp8(
+    batch: Batch,
+    quantized: QuantizedExperts,
+    *,
+    weight_dtype: np.dtype = BF16,
+    trainable: bool = True,
+    gate_up: np.ndarray | None = None,
+    launches: tuple[int, ...] | None = None,
+    trace: bool = False,
+    **options: Any,
+) -> list[np.ndarray]:
+    """As `backward`, on one rank; gate_up: what `forward_fp8` kept."""
+    call = Call(
+        batch,
+        is_backward=True,
+        float_gradients=weight_dtype == F32,
+        trainable=trainable,
+        kept=gate_up,
+        launches=launches,
+        trace=trace,
+        quantized=quantized,
+    )
+    return run([call], ranks=1, **options)[0]
 
 
 def run(calls: Sequence[Call], *, ranks: int, **options: Any) -> list[list[np.ndarray]]:

@@ -13,7 +13,7 @@ from jax_megamoe import QuantizedExperts, mega_moe, quantize_expert_weights
 from jax_megamoe.quantization import QuantizedMatrix
 from tests import cases, layer
 from tests.cases import BF16, ROUNDINGS, Batch, Operand, Results
-from tests.gated import swiglu
+from tests.gated import Unit, no_biases, swiglu
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 GROUP = 128
@@ -98,6 +98,12 @@ def operand(names: Collection[str] = OPERANDS) -> Operand:
     return of
 
 
+def recipe(batch: Batch, unit: Unit = swiglu, operands: Collection[str] = OPERANDS) -> Results:
+    """The layer as the recipe rounds it, in float64, with these operands quantised."""
+    how: dict[str, Any] = {"rounded": FP8_ROUNDINGS, "operand": operand(operands)}
+    return cases.dense_of(batch, unit, no_biases(batch.w_gate), **how)[0]
+
+
 def two_column_oracle(ids: np.ndarray, *, num_experts: int, **how: Any) -> Batch:
     """The oracle with tags of 8 bits: their parts of 16 and of 1 come over two columns of h, each
     of which codes hold; how: as for `cases.oracle`."""
@@ -110,10 +116,23 @@ def two_column_oracle(ids: np.ndarray, *, num_experts: int, **how: Any) -> Batch
     return batch
 
 
+def two_column_results(batch: Batch) -> Results:
+    """The right values of a `two_column_oracle` batch: all but the gradients of weights are those
+    of an oracle."""
+    right = cases.oracle_results(batch)
+    tag, sum_w = np.arange(1, batch.num_experts + 1), right.dw_down[:, 0, 0] / 32
+    parts = np.stack([tag % 16, tag // 16 * 16], axis=1)
+    right.dw_gate[:, 0, :2] = sum_w[:, None] * parts / 32
+    right.dw_up[:, 0, :2] = sum_w[:, None] * parts
+    right.dw_down[:, 1] = right.dw_down[:, 0]
+    return right
+
+
 def with_scales(batch: Batch) -> Batch:
     """The batch with powers of two as factors, so that neighbours of every kind have other scales:
     tokens, groups of a row, blocks in both directions and experts. Those of a group of x and of the
-    rows of w_gate and w_up that it meets cancel, and g and u stay as large."""
+    rows of w_gate and w_up that it meets cancel, and g and u stay as large; so do those of dy and
+    of the columns of w_down."""
 
     def powers(size: int, period: int, group: int = GROUP) -> np.ndarray:
         """2^0 to 2^(period - 1) in turn."""
@@ -127,6 +146,7 @@ def with_scales(batch: Batch) -> Batch:
         "w_gate": of_expert * of_inner / of_hidden[:, None] / 4,
         "w_up": of_inner[::-1] / of_hidden[:, None] / of_expert,
         "w_down": powers(hidden, 2) / of_inner[:, None] / of_expert,
+        "dy": powers(tokens, 3, 1)[:, None] / powers(hidden, 2),
     }
     scaled = {name: getattr(batch, name).astype(np.float64) * f for name, f in factors.items()}
     return batch._replace(**{name: a.astype(BF16) for name, a in scaled.items()})
@@ -136,7 +156,8 @@ def integers(batch: Batch) -> Batch:
     """Small integers in the place of what is random: codes hold them, and any order of float32 sums
     of their products is exact."""
     rng = np.random.default_rng(0)
-    drawn = {name: rng.integers(-2, 3, getattr(batch, name).shape) for name in INPUTS}
+    names = (*INPUTS, "dy")
+    drawn = {name: rng.integers(-2, 3, getattr(batch, name).shape) for name in names}
     return batch._replace(**{name: a.astype(BF16) for name, a in drawn.items()})
 
 

@@ -354,7 +354,7 @@ BAD: dict[str, Refused] = {
         ValueError,
         "precision",
         "'float32' with backend='cuda'",
-        "'bf16' there",
+        "one of 'bf16', 'fp8_block' there; 'float32' exists with backend='reference' only",
     ),
     "trainable_experts a number": (
         {"trainable_experts": 0},

@@ -3,10 +3,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <initializer_list>
 #include <string>
 
 #include "ffi/arguments.h"
+#include "ffi/codes.h"
 #include "ffi/common.h"
 #include "ffi/layer.h"
 #include "host/forward.h"
@@ -23,22 +23,11 @@ constexpr char kPass[] = "forward_fp8";
 constexpr int kNumSteps = 2;
 constexpr int64_t kParts = kDispatch | kGateUp | kDown | kCombine | kFinish;
 
-// e4m3fn, rank 3: XLA's binding has no buffers of this type.
-using Codes = ffi::AnyBuffer;
-using Scales = ffi::Buffer<ffi::F32, 3>;
-
 // An M x N matrix of each of E experts. name: of the argument that it was made of.
 ffi::ErrorOr<QuantizedMatrix> ReadMatrix(const char* name, const Codes& codes, const Scales& scales,
                                          int64_t E, int64_t M, int64_t N) {
-  const std::string codes_name = std::string(name) + ".transposed";
-  const std::string scales_name = std::string(name) + ".scales";
-  if (codes.element_type() != ffi::F8E4M3FN) {
-    return Invalid(std::string(kPass) + ": operand " + codes_name + " is no float8_e4m3fn");
-  }
-  for (const ffi::Error& error :
-       {CheckShape(kPass, codes_name.c_str(), codes.dimensions(), {E, N, M}),
-        CheckShape(kPass, scales_name.c_str(), scales.dimensions(),
-                   {E, M / kFp8Group, N / kFp8Group})}) {
+  for (const ffi::Error& error : {CheckCodes(kPass, name, "transposed", codes, E, N, M),
+                                  CheckScales(kPass, name, scales, E, M, N)}) {
     if (error.failure()) return error;
   }
   return QuantizedMatrix{codes.untyped_data(), scales.typed_data()};
@@ -106,11 +95,8 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, Bf16Matrix x, Ids expert
                    Scales up_scales, Codes down, Scales down_scales, ffi::RemainingRets results,
                    ffi::Dictionary attributes) {
   if (ffi::Error earlier = EarlierFault(device); earlier.failure()) return earlier;
+  if (ffi::Error error = CheckRank(kPass, "w_gate.transposed", gate); error.failure()) return error;
   const ffi::Span<const int64_t> sizes = gate.dimensions();
-  if (sizes.size() != 3) {
-    return Invalid(std::string(kPass) + ": operand w_gate.transposed has " +
-                   std::to_string(sizes.size()) + " dimensions; it has 3");
-  }
   const auto layer = ReadTokenCall(kPass, kParts, {x, expert_idx, expert_weight},
                                    {sizes[0], sizes[2], sizes[1], kFp8Group}, 1, attributes);
   if (layer.has_error()) return layer.error();

@@ -6,6 +6,7 @@
 
 #include "ffi/arguments.h"
 #include "ffi/backward.h"
+#include "ffi/backward_fp8.h"
 #include "ffi/common.h"
 #include "ffi/forward.h"
 #include "ffi/forward_fp8.h"
@@ -77,6 +78,9 @@ std::vector<Registration> LayerRegistrations() {
       {"jax_megamoe_backward", "prepare", PrepareBackward},
       {"jax_megamoe_backward", "initialize", kInitialize},
       {"jax_megamoe_backward", "execute", ExecuteBackward},
+      {"jax_megamoe_backward_fp8", "prepare", PrepareFp8Backward},
+      {"jax_megamoe_backward_fp8", "initialize", kInitialize},
+      {"jax_megamoe_backward_fp8", "execute", ExecuteFp8Backward},
       {"jax_megamoe_forward_peers", "prepare", PrepareGroup},
       {"jax_megamoe_forward_peers", "initialize", kInitializePeers},
       {"jax_megamoe_forward_peers", "execute", ExecuteGroupForward},

@@ -14,6 +14,7 @@
 #include "host/fault.h"
 #include "host/process_watch.h"
 #include "kernel/backward.h"
+#include "kernel/backward_fp8.h"
 #include "kernel/forward.h"
 #include "kernel/forward_fp8.h"
 #include "pipeline/delay_sites.h"
@@ -62,6 +63,7 @@ void SetDelaySeed(uint32_t seed) {
   RaiseIfFailed(megamoe::SetForwardDelays(seed));
   RaiseIfFailed(megamoe::SetFp8ForwardDelays(seed));
   RaiseIfFailed(megamoe::SetBackwardDelays(seed));
+  RaiseIfFailed(megamoe::SetFp8BackwardDelays(seed));
 }
 
 std::vector<uint32_t> CountDelays() {
@@ -69,6 +71,7 @@ std::vector<uint32_t> CountDelays() {
   RaiseIfFailed(megamoe::AddForwardDelays(delays.data()));
   RaiseIfFailed(megamoe::AddFp8ForwardDelays(delays.data()));
   RaiseIfFailed(megamoe::AddBackwardDelays(delays.data()));
+  RaiseIfFailed(megamoe::AddFp8BackwardDelays(delays.data()));
   return delays;
 }
 #endif
@@ -78,6 +81,7 @@ void SetFault(uint32_t fault) {
   RaiseIfFailed(megamoe::SetForwardFault(fault));
   RaiseIfFailed(megamoe::SetFp8ForwardFault(fault));
   RaiseIfFailed(megamoe::SetBackwardFault(fault));
+  RaiseIfFailed(megamoe::SetFp8BackwardFault(fault));
 }
 
 std::vector<std::string> FaultNames() {

@@ -54,11 +54,11 @@ int64_t NumBackwardCounters(int64_t pool_rows, int64_t experts) {
   return NumCounters(pool_rows, 3, experts);
 }
 
-CudaStatus RunBackward(cudaStream_t stream, const BackwardCall& c) {
-  BackwardMaps maps = {};
-  const CudaStatus made =
-      FirstFailure({MakePoolMaps(c, &maps), MakeWeightMaps(c, &maps), MakeGradientMaps(c, &maps)});
-  if (!made.ok()) return made;
+CudaStatus MakeBackwardMaps(const BackwardCall& c, BackwardMaps* maps) {
+  return FirstFailure({MakePoolMaps(c, maps), MakeGradientMaps(c, maps)});
+}
+
+BackwardParams BackwardParamsOf(const BackwardCall& c) {
   BackwardParams params = {};
   static_cast<LayerParams&>(params) = ParamsOf(c);
   params.dz_done = TileCounters(c, 1);
@@ -79,6 +79,14 @@ CudaStatus RunBackward(cudaStream_t stream, const BackwardCall& c) {
   params.biases = c.biases;
   params.dbiases = c.dbiases;
   params.bias_rows = c.bias_rows;
+  return params;
+}
+
+CudaStatus RunBackward(cudaStream_t stream, const BackwardCall& c) {
+  BackwardMaps maps = {};
+  const CudaStatus made = FirstFailure({MakeBackwardMaps(c, &maps), MakeWeightMaps(c, &maps)});
+  if (!made.ok()) return made;
+  BackwardParams params = BackwardParamsOf(c);
   const int64_t num_counters = NumBackwardCounters(c.pool_rows, c.plan.dims.experts_per_rank());
   return RunLaunches(stream, c, c.x, c.dy, num_counters, &params,
                      [&](int num_multiprocessors, bool starts_early) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "host/layer.h"
+#include "shared/backward.h"
 #include "shared/cuda_status.h"
 
 namespace megamoe {
@@ -36,6 +37,11 @@ struct BackwardCall : LayerCall {
 };
 
 int64_t NumBackwardCounters(int64_t pool_rows, int64_t experts);
+
+// What the kernels of every precision take alike: the maps of the pools and of the gradients, but
+// not those of the weights; and the parameters, as ParamsOf.
+CudaStatus MakeBackwardMaps(const BackwardCall& call, BackwardMaps* maps);
+BackwardParams BackwardParamsOf(const BackwardCall& call);
 
 // Enqueues the plan and the launches of the kernel. Allocates nothing and does not wait.
 CudaStatus RunBackward(cudaStream_t stream, const BackwardCall& call);

@@ -10,6 +10,7 @@
 #include "comm/wait_probe.h"
 #include "host/fault.h"
 #include "kernel/backward.h"
+#include "kernel/backward_fp8.h"
 #include "kernel/forward.h"
 #include "kernel/forward_fp8.h"
 #include "kernel/quantize_rows.h"
@@ -56,7 +57,8 @@ std::string PrepareDevice(int device) {
   }
   for (const CudaStatus& status :
        {plan::Load(), LoadForward(), LoadFp8Forward(), LoadQuantizeRows(), LoadBackward(),
-        LoadWaitProbe(), LoadPeerProbe(), LoadShareInputs(), OpenFaultChannel(device)}) {
+        LoadFp8Backward(), LoadWaitProbe(), LoadPeerProbe(), LoadShareInputs(),
+        OpenFaultChannel(device)}) {
     if (!status.ok()) return status.text();
   }
   ready->insert(device);

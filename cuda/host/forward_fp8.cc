@@ -1,5 +1,6 @@
 #include "host/forward_fp8.h"
 
+#include "host/code_rows.h"
 #include "host/forward.h"
 #include "host/tensor_map.h"
 #include "kernel/forward_fp8.h"
@@ -10,10 +11,6 @@
 namespace megamoe {
 namespace {
 
-// Rows of D codes, without the scales behind them.
-Matrix Codes(void* rows, int64_t num_rows, int D) {
-  return {rows, num_rows, D, Element::kByte, CodeRowBytes(D)};
-}
 Matrix Weights(const QuantizedMatrix& m, int64_t rows, int columns) {
   return {const_cast<void*>(m.codes), rows, columns, Element::kByte};
 }
@@ -23,23 +20,12 @@ CudaStatus MakeMaps(const Fp8ForwardCall& c, Fp8ForwardMaps* maps) {
   constexpr int kHalfTile = kTileRows / 2;
   return FirstFailure({
       RowsMap({c.o, c.pool_rows, c.H}, kHalfTile, &maps->pool),
-      RowsMap(Codes(c.x_pool, c.pool_rows, c.H), kHalfTile, &maps->x),
-      RowsMap(Codes(c.h, c.pool_rows, c.I), kHalfTile, &maps->h),
+      RowsMap(CodeRows(c.x_pool, c.pool_rows, c.H), kHalfTile, &maps->x),
+      RowsMap(CodeRows(c.h, c.pool_rows, c.I), kHalfTile, &maps->h),
       RowsMap(Weights(c.w_gate, experts * c.I, c.H), kFp8Group, &maps->w_gate),
       RowsMap(Weights(c.w_up, experts * c.I, c.H), kFp8Group, &maps->w_up),
       StackedRowsMap(Weights(c.w_down, c.H, c.I), experts, kFp8Group, &maps->w_down),
   });
-}
-
-// Of rows of M codes and M x N weights; low, high: of the blocks of either half of a tile's
-// columns.
-Fp8Scales ScalesOf(void* rows, const QuantizedMatrix& low, const QuantizedMatrix& high, int M,
-                   int N) {
-  return {static_cast<float*>(rows) + FirstScale(M, 0),
-          CodeRowFloats(M),
-          M / kFp8Group,
-          {low.scales, high.scales},
-          N / kFp8Group};
 }
 
 }  // namespace
@@ -56,12 +42,13 @@ CudaStatus RunFp8Forward(cudaStream_t stream, const Fp8ForwardCall& c) {
   params.gate_up = static_cast<uint4*>(c.gate_up);
   params.pool_rows = c.pool_rows;
   params.unit = c.unit;
-  params.x_codes = static_cast<uint8_t*>(c.x_codes);
+  params.x_codes = static_cast<const uint8_t*>(c.x_codes);
   params.x_pool = static_cast<uint8_t*>(c.x_pool);
-  params.gate_up_scales = ScalesOf(c.x_pool, c.w_gate, c.w_up, c.H, c.I);
-  params.down_scales = ScalesOf(c.h, c.w_down, c.w_down, c.I, c.H);
-  const QuantizeParams quantize = {static_cast<const uint4*>(c.x), params.x_codes, c.plan.dims.T,
-                                   c.H};
+  params.x_rows = ScalesOf(c.x_pool, c.H);
+  params.h_rows = ScalesOf(c.h, c.I);
+  params.scales = {c.w_gate.scales, c.w_up.scales, c.w_down.scales};
+  const QuantizeParams quantize = {static_cast<const uint4*>(c.x), static_cast<uint8_t*>(c.x_codes),
+                                   c.plan.dims.T, c.H};
   if (CudaStatus status = LaunchQuantizeRows(stream, quantize); !status.ok()) return status;
   return RunLaunches(stream, c, c.x, nullptr, NumForwardCounters(c.pool_rows), &params,
                      [&](int num_multiprocessors, bool starts_early) {

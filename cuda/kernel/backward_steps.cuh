@@ -40,7 +40,7 @@ struct BackwardSteps : TokenSums<kWithPeers, BackwardParams> {
   // ---- dispatch: x and dy, each to its pool ----
 
   static constexpr int kDispatched = 2;
-  static constexpr bool kZeroPads = true;
+  static constexpr int kZeroedArrays = 2;
   static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int i, int token) {
     return BackwardSteps::RowOf(p, i == 0 ? p.x : p.dy, i == 0 ? p.peers.x : p.peers.dy, token);
   }

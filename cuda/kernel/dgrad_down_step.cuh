@@ -231,7 +231,7 @@ struct DgradDownStep : TokenStep {
                   item.row + consumer * kConsumerRows);
   }
 
- private:
+ protected:
   // The buffer of each kind of chunk. The store warp frees one while it waits for the next.
   enum Buffer { kDg, kWh, kDu };
   static_assert(kStagingBuffers == 3);
@@ -249,11 +249,25 @@ struct DgradDownStep : TokenStep {
                                                        const float* dh, float (&dw)[2],
                                                        uint32_t from, int v, uint32_t to,
                                                        Staging& staging) {
+    const Columns columns = ColumnsOf(p, rows, dh, dw, from, v);
+    if (v == 0) OpenAll(staging);  // as late as can be
+    Staging::PutAt(to, kDg, v, columns.dg);
+    Staging::PutAt(to, kWh, v, columns.wh);
+    Staging::PutAt(to, kDu, v, columns.du);
+  }
+
+  // Of 16 columns, as a product leaves them, in bf16.
+  struct Columns {
+    uint32_t dg[4], wh[4], du[4];
+  };
+  static __device__ __forceinline__ Columns ColumnsOf(const BackwardParams& p, const Rows& rows,
+                                                      const float* dh, float (&dw)[2],
+                                                      uint32_t from, int v) {
     const uint4 g = ptx::LoadShared(from + v * kPartVectorBytes);
     const uint4 u = ptx::LoadShared(from + v * kPartVectorBytes + ptx::kChunkBytes);
     const uint32_t gs[4] = {g.x, g.y, g.z, g.w};
     const uint32_t us[4] = {u.x, u.y, u.z, u.w};
-    uint32_t dg[4], wh[4], du[4];
+    Columns columns;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = i % 2;
@@ -263,16 +277,13 @@ struct DgradDownStep : TokenStep {
           GradientOf(p, ptx::LowBf16(gs[i]), ptx::LowBf16(us[i]), w, dh[2 * i], dw[r]);
       const Gradient high =
           GradientOf(p, ptx::HighBf16(gs[i]), ptx::HighBf16(us[i]), w, dh[2 * i + 1], dw[r]);
-      dg[i] = ptx::PackBf16(low.dg, high.dg) & mask;
-      wh[i] = ptx::PackBf16(low.wh, high.wh) & mask;
-      du[i] = ptx::PackBf16(low.du, high.du) & mask;
+      columns.dg[i] = ptx::PackBf16(low.dg, high.dg) & mask;
+      columns.wh[i] = ptx::PackBf16(low.wh, high.wh) & mask;
+      columns.du[i] = ptx::PackBf16(low.du, high.du) & mask;
       // Half of the columns at a time, where all of them need more registers than there are.
       if (Activation::kIsGeneral && i == 1) ptx::EndBlock();
     }
-    if (v == 0) OpenAll(staging);  // as late as can be
-    Staging::PutAt(to, kDg, v, dg);
-    Staging::PutAt(to, kWh, v, wh);
-    Staging::PutAt(to, kDu, v, du);
+    return columns;
   }
 
   // The first kAll values begin with what lay behind kBy of them.

@@ -5,26 +5,20 @@
 #pragma once
 
 #include "kernel/forward_steps.cuh"
+#include "kernel/fp8_product.cuh"
 #include "kernel/fp8_scale.cuh"
 #include "shared/forward_fp8.h"
 #include "shared/fp8.h"
 
 namespace megamoe {
 
-struct Fp8Product : TokenProduct<ptx::Major::kK> {
-  // 64 rows of codes of a tile of pool rows, of K-block k.
-  template <bool kForBoth>
-  static __device__ __forceinline__ void LoadCodes(const CUtensorMap& map, const TileItem& item,
-                                                   int half, int k, uint32_t to, uint32_t barrier) {
-    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictNormal, k * kBlockCodesK,
-                      item.row + half * kConsumerRows);
-  }
-};
-
 // x [Wg | Wu].
 struct Fp8GateUpProduct : Fp8Product {
   static __device__ __forceinline__ int NumKBlocks(const Fp8ForwardParams& p, const TileItem&) {
-    return p.gate_up_scales.num_k_blocks;
+    return KBlocks(p);
+  }
+  static __device__ __forceinline__ int KBlocks(const Fp8ForwardParams& p) {
+    return CodeBlocks(p.H);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadRows(const Fp8ForwardMaps& maps,
@@ -40,18 +34,23 @@ struct Fp8GateUpProduct : Fp8Product {
     LoadBox<kForBoth>(to, half == 0 ? maps.w_gate : maps.w_up, barrier, ptx::kEvictLast,
                       k * kBlockCodesK, item.expert * p.I + item.n * kGateUpColumns);
   }
-  static __device__ __forceinline__ const Fp8Scales& Scales(const Fp8ForwardParams& p) {
-    return p.gate_up_scales;
+  static __device__ __forceinline__ const RowScales& Rows(const Fp8ForwardParams& p) {
+    return p.x_rows;
   }
-  static __device__ __forceinline__ int BlockColumn(const Fp8ForwardParams&, int n, int) {
-    return n;
+  static __device__ __forceinline__ const float* Scale(const Fp8ForwardParams& p,
+                                                       const TileItem& item, int half, int k) {
+    return Block(half == 0 ? p.scales.gate : p.scales.up, item.expert, CodeBlocks(p.H),
+                 CodeBlocks(p.I), k, item.n);
   }
 };
 
 // h Wd.
 struct Fp8DownProduct : Fp8Product {
   static __device__ __forceinline__ int NumKBlocks(const Fp8ForwardParams& p, const TileItem&) {
-    return p.down_scales.num_k_blocks;
+    return KBlocks(p);
+  }
+  static __device__ __forceinline__ int KBlocks(const Fp8ForwardParams& p) {
+    return CodeBlocks(p.I);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadRows(const Fp8ForwardMaps& maps,
@@ -67,12 +66,14 @@ struct Fp8DownProduct : Fp8Product {
     LoadBox<kForBoth>(to, maps.w_down, barrier, ptx::kEvictLast, k * kBlockCodesK,
                       item.n * kDownColumns + half * kFp8Group, item.expert);
   }
-  static __device__ __forceinline__ const Fp8Scales& Scales(const Fp8ForwardParams& p) {
-    return p.down_scales;
+  static __device__ __forceinline__ const RowScales& Rows(const Fp8ForwardParams& p) {
+    return p.h_rows;
   }
-  // Of columns behind the last, whose products are 0 and are not stored, the last.
-  static __device__ __forceinline__ int BlockColumn(const Fp8ForwardParams& p, int n, int half) {
-    return min(n * (kDownColumns / kFp8Group) + half, p.down_scales.num_columns - 1);
+  static __device__ __forceinline__ const float* Scale(const Fp8ForwardParams& p,
+                                                       const TileItem& item, int half, int k) {
+    const int columns = CodeBlocks(p.H);
+    return Block(p.scales.down, item.expert, CodeBlocks(p.I), columns, k,
+                 ColumnBlock(item, half, columns));
   }
 };
 
@@ -96,12 +97,12 @@ struct Fp8GateUpStep : ForwardStepsOf<SwiGlu, kKeeps>::GateUp {
       largest[j / 2 % 2] = ptx::MaxOrNan(largest[j / 2 % 2], fabsf(acc[j]));
     }
     const int row = item.row + consumer * kConsumerRows + ThreadRow();
-    float* const scales = p.down_scales.rows + int64_t{row} * p.down_scales.row_floats + item.n;
+    float* const scales = p.h_rows.first + int64_t{row} * p.h_rows.row_floats + item.n;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const Fp8Scale scale = Fp8Scale::Of(LargestOfRow(largest[r]));
       // Before the buffer is handed over: the store warp publishes the tile behind it.
-      if (threadIdx.x % 4 == 0) scales[r * 8 * p.down_scales.row_floats] = scale.scale;
+      if (threadIdx.x % 4 == 0) scales[r * 8 * p.h_rows.row_floats] = scale.scale;
 #pragma unroll
       for (int j = 2 * r; j < 64; j += 4) {
         acc[j] = scale.Scaled(acc[j]);
@@ -121,28 +122,12 @@ struct Fp8GateUpStep : ForwardStepsOf<SwiGlu, kKeeps>::GateUp {
                        ptx::PackE4m3(acc[4 * j + 2], acc[4 * j + 3]));
     }
   }
-
- private:
-  // Over the four lanes of a row.
-  static __device__ __forceinline__ float LargestOfRow(float largest) {
-    largest = ptx::MaxOrNan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-    return ptx::MaxOrNan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-  }
 };
 
 // o = h Wd.
 struct Fp8DownStep : DownStep {
   using Products = ProductList<Fp8DownProduct>;
   static constexpr bool kIsOfCodes = true;
-};
-
-// How the dispatch finds rows: of codes, with their scales.
-struct CodeRows {
-  static constexpr int kColumnBytes = 1;
-  static __device__ __forceinline__ int Columns(const LayerParams& p) {
-    return CopiedCodeBytes(p.H);
-  }
-  static __device__ __forceinline__ int Stride(const LayerParams& p) { return CodeRowBytes(p.H); }
 };
 
 // What the roles need to know of this forward, on one rank.
@@ -152,14 +137,10 @@ struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, /*kWithPeers=*/false, SwiGlu
   using Maps = Fp8ForwardMaps;
   using GateUp = Fp8GateUpStep<kKeepsGateUp>;
   using Down = Fp8DownStep;
-  using DispatchedRows = CodeRows;
-  // An item has half as many K-blocks as in bf16, which take as long each: with more, those of down
-  // would be announced late.
-  static constexpr int kAnnounceAhead = 4;
-
-  static constexpr int kLaneColumns = 8;
-  static constexpr int kServiceRegisters = 88;
-  static constexpr int kMultiplyRegisters = 208;
+  static constexpr int kAnnounceAhead = CodeNeeds::kAnnounceAhead;
+  static constexpr int kLaneColumns = CodeNeeds::kLaneColumns;
+  static constexpr int kServiceRegisters = CodeNeeds::kServiceRegisters;
+  static constexpr int kMultiplyRegisters = CodeNeeds::kMultiplyRegisters;
   // What is kept between K-blocks are sums of scaled products, which begin with 0.
   static constexpr bool kKeepsAccumulators = false;
   static constexpr bool kFewRegisters = true;
@@ -169,6 +150,12 @@ struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, /*kWithPeers=*/false, SwiGlu
     WithStep<GateUp, Down>(step, f);
   }
 
+  static __device__ __forceinline__ int DispatchedBytes(const Params& p, int) {
+    return CopiedCodeBytes(p.H);
+  }
+  static __device__ __forceinline__ int DispatchedStride(const Params& p, int) {
+    return CodeRowBytes(p.H);
+  }
   static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int, int token) {
     return reinterpret_cast<const uint4*>(p.x_codes + int64_t{token} * CodeRowBytes(p.H));
   }

@@ -241,7 +241,7 @@ struct ForwardSteps : TokenSums<kWithPeers, ForwardParams> {
   // row only ----
 
   static constexpr int kDispatched = 1;
-  static constexpr bool kZeroPads = false;
+  static constexpr int kZeroedArrays = 0;
   static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int, int token) {
     return ForwardSteps::RowOf(p, p.x, p.peers.x, token);
   }

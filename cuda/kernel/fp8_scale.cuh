@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "ptx/math.cuh"
+#include "ptx/sync.cuh"
 
 namespace megamoe {
 
@@ -33,5 +34,11 @@ struct Fp8Scale {
     return ptx::MultiplyFlushed(value, inverse);
   }
 };
+
+// The largest magnitude over the four lanes of a row, as a product leaves it.
+__device__ __forceinline__ float LargestOfRow(float largest) {
+  largest = ptx::MaxOrNan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+  return ptx::MaxOrNan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+}
 
 }  // namespace megamoe

@@ -75,7 +75,7 @@ struct Skeleton {
         Steps::ZeroUnused(p, of_grid, num_warps);
       }
       if (p.parts & kCombine) {
-        const int first = comm_warp * kCombineBatches;
+        const int first = (Warp() - kFirstCommWarp) * kCombineBatches;
         CombineRole<Steps, kCombineBatches>(p, shared.combine + first,
                                             AddressOf(shared.batch_full, first))
             .Run();

@@ -10,19 +10,10 @@
 
 namespace megamoe {
 
-// How the dispatch finds rows, in columns of so many bytes: how many are copied, and how many lie
-// from one row to the next.
-struct Bf16Rows {
-  static constexpr int kColumnBytes = 2;
-  static __device__ __forceinline__ int Columns(const LayerParams& p) { return p.H; }
-  static __device__ __forceinline__ int Stride(const LayerParams& p) { return p.H; }
-};
-
 // Tokens are counted over all ranks, [R, T].
 template <bool kWithPeers, typename Params>
 struct TokenSums {
   static constexpr bool kHasPeers = kWithPeers;
-  using DispatchedRows = Bf16Rows;
   // K-blocks of an item that are loaded after the next item is announced.
   static constexpr int kAnnounceAhead = 7;
   // What a lane stores side by side: 16 bytes of bf16 for their owner. Peers get as many of
@@ -33,6 +24,15 @@ struct TokenSums {
   static constexpr int kLaneColumns = 16;
   // Whether what is the same for a warp is computed again rather than kept in registers.
   static constexpr bool kFewRegisters = false;
+
+  // Of the i-th array that is dispatched: what is copied of a row, and what lies from one to the
+  // next, in bytes.
+  static __device__ __forceinline__ int DispatchedBytes(const Params& p, int) {
+    return p.H * static_cast<int>(sizeof(uint16_t));
+  }
+  static __device__ __forceinline__ int DispatchedStride(const Params& p, int i) {
+    return DispatchedBytes(p, i);
+  }
 
   // The row of a token in an array [T, H] of its rank.
   static __device__ __forceinline__ const uint4* RowOf(const Params& p, const uint4* own,

@@ -5,8 +5,9 @@
 // warpgroup waits for its products costs little: those of the other one run meanwhile. Two halves
 // on their way at once would be serialised by ptxas (C7514).
 //
-// The sums take 128 registers of a thread and those of a K-block 64. Hardly any are left for what
-// else lasts meanwhile, so that what can be is computed again, and the rest is held by lanes.
+// The sums take 128 registers of a thread and those of a K-block 64. Few are left for what else
+// lasts meanwhile, so that what can be is computed again, beside products, and the rest is held by
+// lanes.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,8 @@ class HeldItem {
             : lane == 2 ? item.expert
             : lane == 3 ? start_ns
             : lane == 4 ? turns
-                        : slot;
+            : lane == 5 ? slot
+                        : item.is_wide;
   }
   // But for what only other roles need.
   __device__ __forceinline__ TileItem item() const {
@@ -40,6 +42,7 @@ class HeldItem {
     item.row = Get(0);
     item.n = Get(1);
     item.expert = Get(2);
+    item.is_wide = Get(6);
     return item;
   }
   __device__ __forceinline__ uint32_t start_ns() const { return Get(3); }
@@ -61,13 +64,21 @@ template <typename Product, typename Params>
 class ProductScales {
  public:
   // Loads what does not depend on other work of the call.
-  __device__ __forceinline__ ProductScales(const Params& p, const TileItem& item) : p_(p) {
-    LoadBlocks(item, 0);
+  __device__ __forceinline__ ProductScales(const Params& p, const HeldItem& held)
+      : p_(p), held_(held) {
+    const int thread = ThreadAnew();
+    const int lane = thread % kQuad;
+    // The first of the thread's two rows, or the one 8 below.
+    const int row = held.item().row + (thread - kGroupThreads) / kWarpThreads * 16 +
+                    thread % kWarpThreads / kQuad + lane / kRowLanes * 8;
+    const RowScales& rows = Product::Rows(p);
+    rows_ = rows.first + int64_t{row} * rows.row_floats + lane % kRowLanes;
+    LoadBlocks(0);
   }
 
   // When the first stage of the item is full: who filled it has seen that the item's rows are
   // complete.
-  __device__ __forceinline__ void Begin(const TileItem& item) { LoadRows(item, 0); }
+  __device__ __forceinline__ void Begin() { LoadRows(0); }
 
   struct Scales {
     float of[2];  // in the thread's rows
@@ -80,9 +91,9 @@ class ProductScales {
             __shfl_sync(kAllLanes, row_, lane + kRowLanes) * block};
   }
   // K-block k is next; those before it have been taken.
-  __device__ __forceinline__ void Advance(const TileItem& item, int k) {
-    if (k % kRowLanes == 0) LoadRows(item, k);
-    if (k % kBlockLanes == 0) LoadBlocks(item, k);
+  __device__ __forceinline__ void Advance(int k) {
+    if (k % kRowLanes == 0) LoadRows(k);
+    if (k % kBlockLanes == 0) LoadBlocks(k);
   }
 
  private:
@@ -93,85 +104,107 @@ class ProductScales {
   static constexpr int kBlockLanes = kWarpThreads / 2;
 
   // Past the L1 cache: another multiprocessor may have written them.
-  __device__ __forceinline__ void LoadRows(const TileItem& item, int k) {
-    const int thread = ThreadAnew();
-    const int lane = thread % kQuad;
-    // The first of the thread's two rows, or the one 8 below.
-    const int row = item.row + (thread - kGroupThreads) / kWarpThreads * 16 +
-                    thread % kWarpThreads / kQuad + lane / kRowLanes * 8;
-    const auto& scales = Product::Scales(p_);
-    row_ = __ldcg(scales.rows + int64_t{row} * scales.row_floats + k + lane % kRowLanes);
-  }
+  __device__ __forceinline__ void LoadRows(int k) { row_ = __ldcg(rows_ + k); }
   // Behind the last K-block, the last again.
-  __device__ __forceinline__ void LoadBlocks(const TileItem& item, int k) {
+  __device__ __forceinline__ void LoadBlocks(int k) {
+    const TileItem item = held_.item();
     const int lane = ThreadAnew() % kWarpThreads;
-    const auto& scales = Product::Scales(p_);
-    const int own = min(k + lane % kBlockLanes, scales.num_k_blocks - 1);
-    const int column = Product::BlockColumn(p_, item.n, lane / kBlockLanes);
-    block_ = __ldg((lane < kBlockLanes ? scales.blocks[0] : scales.blocks[1]) +
-                   (item.expert * scales.num_k_blocks + own) * scales.num_columns + column);
+    const int own = min(k + lane % kBlockLanes, Product::KBlocks(p_) - 1);
+    block_ = __ldg(Product::Scale(p_, item, lane / kBlockLanes, own));
   }
 
   const Params& p_;
+  const HeldItem& held_;
+  const float* rows_;  // where the lane finds those of K-block 0
   float row_;
   float block_;
 };
 
-// The product of an item. Product::Scales(p) says where its scales lie, and BlockColumn(p, n, half)
-// in which column of blocks those of half of the columns of tile n.
+// The product of an item. Product::KBlocks(p) says how many K-blocks it has, where it has any,
+// Rows(p) has the scales of A, and Scale(p, item, half, k) says where that of half of the columns
+// of B lies.
 template <typename Product, typename Params>
 class CodeProducts {
  public:
-  __device__ __forceinline__ CodeProducts(SharedMemory& shared, const Params& params, int consumer,
+  __device__ __forceinline__ CodeProducts(SharedMemory& shared, const Params& params,
                                           const HeldItem& held)
-      : shared_(shared), p_(params), consumer_(consumer), held_(held) {}
+      : shared_(shared), p_(params), held_(held) {}
 
-  // Adds to sums. stage: of the ring, the next one; release(stage) hands one back.
-  template <typename Release>
+  // Adds to sums. stage: of the ring, the next one. Calls meanwhile(k) beside products of K-block
+  // k.
+  template <typename F>
   __device__ __forceinline__ void AddTo(float (&sums)[128], RingPosition<kNumStages>& stage,
-                                        Release release) const {
-    ProductScales<Product, Params> scales(p_, held_.item());
-    Wait(stage);
-    scales.Begin(held_.item());
-    const int num_k_blocks = Product::Scales(p_).num_k_blocks;
+                                        F meanwhile) const {
+    ProductScales<Product, Params> scales(p_, held_);
+    uint32_t memory = ptx::SharedAddress(&shared_);
+    ptx::PinRegister(memory);  // it is not made anew each time
+    Wait(memory, stage);
+    scales.Begin();
     float part[64];
 #pragma unroll
     for (float& sum : part) sum = 0;
+    Issue(part, OperandsOf(memory, stage.index()), 0);
 #pragma unroll 1
-    for (int k = 0; k < num_k_blocks; ++k) {
-      Wait(stage);
-      Issue(part, stage.index(), 0);
+    for (int k = 0;; ++k) {
+      Operands operands = OperandsOf(memory, stage.index());  // anew, beside products
       stage.Advance();
       auto scale = scales.Of(k, 0);
       ptx::WgmmaWait<0>();
       AddScaled(sums, part, 0, scale.of);
       scale = scales.Of(k, 1);
-      // While no product takes registers.
-      if (k + 1 < num_k_blocks) scales.Advance(held_.item(), k + 1);
-      Issue(part, stage.last(), 1);
+      Issue(part, operands, 1);
+      const bool is_last = k + 1 == Product::KBlocks(p_);
+      operands = OperandsOf(memory, stage.index());
+      if (!is_last) {
+        scales.Advance(k + 1);
+        Wait(memory, stage);
+      }
+      meanwhile(k);
       ptx::WgmmaWait<0>();
-      release(stage.last());
+      ReleaseStage(memory, stage.last());
       AddScaled(sums, part, 1, scale.of);
+      if (is_last) break;
+      Issue(part, operands, 0);
     }
   }
 
  private:
   static constexpr int kStepK = 32;  // k of an instruction
 
-  __device__ __forceinline__ void Wait(const RingPosition<kNumStages>& stage) const {
-    ptx::BarrierWait(AddressOf(shared_.stage_full, stage.index()), stage.parity());
+  static __device__ __forceinline__ void Wait(uint32_t memory,
+                                              const RingPosition<kNumStages>& stage) {
+    const uint32_t barrier = memory + offsetof(SharedMemory, stage_full);
+    ptx::BarrierWait(barrier + stage.index() * sizeof(uint64_t), stage.parity());
+  }
+
+  // The first words of descriptors. They are uniform over the warp, and the compiler knows it: so
+  // they take no registers of lanes.
+  struct Operands {
+    uint32_t a;
+    uint32_t b;
+  };
+  __device__ __forceinline__ Operands OperandsOf(uint32_t memory, uint32_t stage) const {
+    const uint32_t address = memory + stage * kStageBytes;
+    const auto first_word = [](uint32_t tile) {
+      return __shfl_sync(kAllLanes, static_cast<uint32_t>(Descriptor(tile)), 0);
+    };
+    return {first_word(address + ConsumerAnew() * ptx::kChunkBytes),
+            first_word(address + kStageABytes)};
+  }
+  static __device__ __forceinline__ uint64_t Descriptor(uint32_t tile) {
+    return ptx::TileDescriptor<ptx::Major::kK>(tile);
+  }
+  static __device__ __forceinline__ uint32_t ConsumerAnew() {
+    return ThreadAnew() / kGroupThreads - 1;
   }
 
   // The products of a stage, for half of the columns.
-  __device__ __forceinline__ void Issue(float (&part)[64], uint32_t stage, int half) const {
+  __device__ __forceinline__ void Issue(float (&part)[64], const Operands& operands,
+                                        int half) const {
     constexpr uint64_t kHalfB = (kStageBBytes / 2) >> 4;
-    // Uniform over the warp, and the compiler knows it: descriptors take no registers of lanes.
-    const auto descriptor = [&](uint32_t address) {
-      return ptx::TileDescriptor<ptx::Major::kK>(__shfl_sync(kAllLanes, address, 0));
-    };
-    const uint32_t address = AddressOf(shared_.stages, stage);
-    const uint64_t a = descriptor(address + consumer_ * ptx::kChunkBytes);
-    const uint64_t b = descriptor(address + kStageABytes) + half * kHalfB;
+    constexpr uint64_t kSecondWord = ptx::TileDescriptor<ptx::Major::kK>(0) >> 32 << 32;
+    const uint64_t a = kSecondWord | operands.a;
+    const uint64_t b = (kSecondWord | operands.b) + half * kHalfB;
     ptx::PinRegisters(part);
     ptx::WgmmaFence();
 #pragma unroll
@@ -195,7 +228,6 @@ class CodeProducts {
 
   SharedMemory& shared_;
   const Params& p_;
-  const int consumer_;
   const HeldItem& held_;
 };
 

@@ -14,6 +14,7 @@
 //   products_end   multiply (8: each warp)    no product of the block is left to do
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "pipeline/item.cuh"
@@ -79,8 +80,9 @@ constexpr uint32_t kNumPieces = 4;
 constexpr uint32_t kPieceEnds = 16;
 struct PieceEnd {
   uint4* to;  // in a pool
-  uint32_t bytes;
-  int32_t of;  // see roles/dispatch.cuh
+  uint16_t bytes;
+  uint16_t array;  // which one is copied
+  int32_t of;      // see roles/dispatch.cuh
 };
 
 struct SharedMemory {
@@ -161,6 +163,14 @@ class RingPosition {
 template <typename T>
 __device__ __forceinline__ uint32_t AddressOf(const T& array, uint32_t i) {
   return ptx::SharedAddress(&array) + i * static_cast<uint32_t>(sizeof(array[0]));
+}
+
+// Tells both blocks of the pair, a lane each: either may copy into the stage of both. memory: the
+// address of the block's SharedMemory.
+__device__ __forceinline__ void ReleaseStage(uint32_t memory, uint32_t stage) {
+  const uint32_t lane = threadIdx.x % kWarpThreads;
+  const uint32_t barrier = memory + offsetof(SharedMemory, stage_empty) + stage * sizeof(uint64_t);
+  if (lane < kPairBlocks) ptx::BarrierArriveAt(barrier, lane);
 }
 
 }  // namespace megamoe

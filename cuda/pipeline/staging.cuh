@@ -60,8 +60,9 @@ class Staging {
   // two eight rows below.
   __device__ __forceinline__ void PutCodes(int chunk, int j, uint16_t first,
                                            uint16_t second) const {
-    const uint32_t lane = threadIdx.x % kWarpThreads;
-    const uint32_t row = WarpRow(threadIdx.x) + lane / 4;
+    const uint32_t thread = ThreadAnew();
+    const uint32_t lane = thread % kWarpThreads;
+    const uint32_t row = WarpRow(thread) + lane / 4;
     const uint32_t at = RowAddress(chunk, row) + ((j * 8 + lane % 4 * 2) ^ (row % 8 * 16));
     ptx::StoreShared(at, first);
     ptx::StoreShared(at + 8 * kRowBytes, second);

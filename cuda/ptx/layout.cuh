@@ -15,7 +15,7 @@ constexpr uint32_t kChunkBytes = 64 * 64 * 2;
 // Descriptor of an operand tile at `address`, in steps of 16 bytes. K-major: chunks follow each
 // other along the rows. MN-major: chunks of 64 columns x 64 k follow each other along the columns.
 template <Major kMajor>
-__device__ __forceinline__ uint64_t TileDescriptor(uint32_t address) {
+__device__ __forceinline__ constexpr uint64_t TileDescriptor(uint32_t address) {
   constexpr uint64_t kLeading = (kMajor == Major::kK ? 16 : kChunkBytes) >> 4;
   constexpr uint64_t kStride = 1024 >> 4;  // from 8 rows (or k) to the next 8
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;

@@ -89,8 +89,6 @@ class CombineRole {
     row_ = token_ >= 0 && lane_ < p_.dims.K ? next_row_ : -1;
     route_.weight = Taken(next_weight_);
     PlaceRoutes();
-    from_ = Steps::Rows(p_) + FirstVector(row_);
-    to_ = token_ >= 0 ? Steps::SumsOf(p_, token_) : nullptr;
     column_ = 0;
     PrefetchToken();
     is_ready_ = LookForRows();  // a memory latency, the same in which the next token comes
@@ -121,9 +119,6 @@ class CombineRole {
     if (AddsZero(routes, node, earlier) && next == kNoRow) next = kNoRowAddZero;
     route_.next = next;
     place_ = __popc(before) + __popc(earlier);
-    num_routes_ = __popc(routes);
-    // For as many rows as the next power of two.
-    row_bytes_ = kBatchBytes >> (kWarpThreads - 1 - __clz(2 * num_routes_ - 1));
   }
 
   // Whether the sum could be -0 where the contract has +0. It has +0 if a block is without a route:
@@ -174,23 +169,28 @@ class CombineRole {
   __device__ __forceinline__ void IssueBatch() {
     Delay(DelaySite::kCombine, token_ * 64 + column_ / (kWarpThreads * kVector));
     Batch& batch = batches_[issue_];
+    const int num_routes = __popc(__ballot_sync(kAllLanes, row_ >= 0));
+    // For as many rows as the next power of two.
+    const uint32_t row_bytes = kBatchBytes >> (kWarpThreads - 1 - __clz(2 * num_routes - 1));
     // Uniform over the warp, and the compiler knows it: the copies are issued one lane at a time.
     const uint32_t barrier =
         __shfl_sync(kAllLanes, batch_full_ + issue_ * static_cast<uint32_t>(sizeof(uint64_t)), 0);
     const int columns =
-        __shfl_sync(kAllLanes, min(static_cast<int>(row_bytes_ / 2), p_.H - column_), 0);
+        __shfl_sync(kAllLanes, min(static_cast<int>(row_bytes / 2), p_.H - column_), 0);
     const unsigned vector = static_cast<unsigned>(column_) / kVector;
     if (lane_ == 0) {
-      batch.shape = {to_ + vector * Steps::SumVectors(p_), static_cast<int16_t>(columns),
-                     static_cast<uint16_t>(row_bytes_), column_ + columns == p_.H ? token_ : -1};
-      ptx::BarrierArriveExpect(barrier, num_routes_ * columns * 2);
+      uint4* const to = Steps::SumsOf(p_, token_) + vector * Steps::SumVectors(p_);
+      batch.shape = {to, static_cast<int16_t>(columns), static_cast<uint16_t>(row_bytes),
+                     column_ + columns == p_.H ? token_ : -1};
+      ptx::BarrierArriveExpect(barrier, num_routes * columns * 2);
       const int bytes = columns * 2 * Steps::SumVectors(p_);
       Steps::template Count<&PeerTraffic::sums_sent>(p_, token_, bytes);
     }
     if (row_ >= 0) {
       batch.routes[place_] = route_;
-      ptx::BulkLoad(ptx::SharedAddress(batch.rows) + place_ * row_bytes_, from_ + vector,
-                    columns * 2, barrier);
+      const uint4* const from = Steps::Rows(p_) + FirstVector(row_) + vector;
+      ptx::BulkLoad(ptx::SharedAddress(batch.rows) + place_ * row_bytes, from, columns * 2,
+                    barrier);
     }
     __syncwarp();
     // Behind the copies, which take longer.
@@ -285,14 +285,10 @@ class CombineRole {
   float next_weight_ = 0;
   // The token whose batches are issued; -1 for no more.
   int token_ = -1;
-  int num_routes_ = 0;
-  bool is_ready_ = false;   // see RowsAreReady
-  uint32_t row_bytes_ = 0;  // in a batch
+  bool is_ready_ = false;  // see RowsAreReady
   int column_ = 0;
-  uint4* to_ = nullptr;  // the first of its sums
-  // The lane's route: its pool row or -1, that row, its place in the order of the sum.
+  // The lane's route: its pool row or -1, its place in the order of the sum.
   int row_ = -1;
-  const uint4* from_ = nullptr;
   int place_ = 0;
   Batch::Route route_ = {};
   // The ring of batches.

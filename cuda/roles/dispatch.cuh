@@ -1,8 +1,8 @@
 // Dispatch: copies each token, of one array or more, to all of its pool rows.
 //
 // reads      row_slot and slot_row of the plan; x, in the backward also dy, of the token's rank
-// writes     a pool of each; with Steps::kZeroPads also the pads that products over rows read:
-//            those that share 64 rows with a row
+// writes     a pool of each; of the first Steps::kZeroedArrays also the pads that products over
+//            rows read: those that share 64 rows with a row
 // waits on   nothing but its own copies: hence every row is written whatever blocks are resident
 // signals    x_ready of the row's tile: +1 for each row, pads included
 // threads    each of two warps, all lanes alike: lane k has the row of choice k. A warp claims
@@ -30,7 +30,6 @@ namespace megamoe {
 template <typename Steps>
 class DispatchRole {
   using Params = typename Steps::Params;
-  using Format = typename Steps::DispatchedRows;
 
  public:
   __device__ DispatchRole(SharedMemory& shared, const Params& params, int comm_warp)
@@ -40,7 +39,7 @@ class DispatchRole {
 
   // Called by a whole warp; returns when all its copies are in memory and published.
   __device__ void Run() {
-    if constexpr (Steps::kZeroPads) {
+    if constexpr (Steps::kZeroedArrays > 0) {
       if (lane_ == 0) WriteZeros();
     }
     // Copies read rows that peers have written by ordinary stores. What orders the two proxies
@@ -65,8 +64,7 @@ class DispatchRole {
 
  private:
   static constexpr int kRows = 8;  // of a claim, in one tile
-  static constexpr int kPieceColumns = kPieceBytes / Format::kColumnBytes;
-  static constexpr int kVectorColumns = sizeof(uint4) / Format::kColumnBytes;
+  static constexpr int kVectorBytes = sizeof(uint4);
   static_assert(kTileRows % kRows == 0);
 
   // A claim, and in lane i the slot of its row i.
@@ -97,8 +95,8 @@ class DispatchRole {
     __device__ __forceinline__ void operator()(const PieceEnd& end, uint32_t piece) const {
       const int row = RowOf(p, end.of / 2);
       if (row >= 0) {
-        ptx::BulkStore(end.to + int64_t{row} * Format::Stride(p) / kVectorColumns, piece,
-                       end.bytes);
+        const int stride = Steps::DispatchedStride(p, end.array) / kVectorBytes;
+        ptx::BulkStore(end.to + int64_t{row} * stride, piece, end.bytes);
       }
     }
   };
@@ -160,7 +158,7 @@ class DispatchRole {
 
   // Pads are told of by themselves.
   __device__ __forceinline__ void EndPads(int first, int num_rows) {
-    if constexpr (Steps::kZeroPads) ZeroPads(first, num_rows);
+    if constexpr (Steps::kZeroedArrays > 0) ZeroPads(first, num_rows);
     ptx::AddRelease(p_.counters.x_ready + first / kTileRows, kRows - num_rows);
   }
 
@@ -171,16 +169,14 @@ class DispatchRole {
       const bool of_choices = HasFault(SeededFault::kDyOfChoices) && i > 0;
       const uint4* from = Steps::DispatchFrom(p_, i, of_choices ? slot % p_.dims.T : token);
       uint4* const pool = Steps::DispatchTo(p_, i);
-      const auto bytes = [](int columns) { return columns * Format::kColumnBytes; };
-      if (lane_ == 0) {
-        Steps::template Count<&PeerTraffic::inputs_read>(p_, token, bytes(Format::Columns(p_)));
-      }
-      for (int column = 0; column < Format::Columns(p_); column += kPieceColumns) {
-        const int columns = min(kPieceColumns, Format::Columns(p_) - column);
-        const bool is_last = i + 1 == Steps::kDispatched && column + columns == Format::Columns(p_);
-        ring_.Load(from + column / kVectorColumns, bytes(columns),
-                   {pool + column / kVectorColumns, static_cast<uint32_t>(bytes(columns)),
-                    2 * token + is_last});
+      const int row_bytes = Steps::DispatchedBytes(p_, i);
+      if (lane_ == 0) Steps::template Count<&PeerTraffic::inputs_read>(p_, token, row_bytes);
+      for (int at = 0; at < row_bytes; at += kPieceBytes) {
+        const int bytes = min(static_cast<int>(kPieceBytes), row_bytes - at);
+        const bool is_last = i + 1 == Steps::kDispatched && at + bytes == row_bytes;
+        ring_.Load(from + at / kVectorBytes, bytes,
+                   {pool + at / kVectorBytes, static_cast<uint16_t>(bytes),
+                    static_cast<uint16_t>(i), 2 * token + is_last});
       }
     }
   }
@@ -213,13 +209,13 @@ class DispatchRole {
   }
 
   __device__ __forceinline__ void ZeroRow(int row) const {
-    const uint32_t row_bytes = Format::Columns(p_) * Format::kColumnBytes;
 #pragma unroll
-    for (int i = 0; i < Steps::kDispatched; ++i) {
+    for (int i = 0; i < Steps::kZeroedArrays; ++i) {
+      const uint32_t row_bytes = Steps::DispatchedBytes(p_, i);
       uint4* const to =
-          Steps::DispatchTo(p_, i) + int64_t{row} * Format::Stride(p_) / kVectorColumns;
+          Steps::DispatchTo(p_, i) + int64_t{row} * (Steps::DispatchedStride(p_, i) / kVectorBytes);
       for (uint32_t at = 0; at < row_bytes; at += kZeroBytes) {
-        ptx::BulkStore(to + at / sizeof(uint4), zeros(), min(kZeroBytes, row_bytes - at));
+        ptx::BulkStore(to + at / kVectorBytes, zeros(), min(kZeroBytes, row_bytes - at));
       }
     }
   }

@@ -35,22 +35,8 @@ class MultiplyRole {
         Delay(DelaySite::kMultiply, item.row * 64 + item.n);
         if constexpr (Step::kIsOfCodes) {
           DoCodes<Step>(item, slot);
-          return;
-        }
-        const bool is_recorder = consumer_ == 0 && item.num_consumers > 0 && IsThread0();
-        const TraceScope trace(p_.trace, Step::kPart, is_recorder);
-        if (consumer_ >= item.num_consumers) {
-          if constexpr (Step::kMakesGateUp) SayMade();
-          Skip<Step>(item);
-          if (item.num_consumers > 0) Step::KeepPads(p_, item, consumer_);
-        } else if constexpr (Step::kHasFinish) {
-          MultiplyAndFinish<Step>(typename Step::Before(), item);
-        } else if constexpr (Steps::kKeepsAccumulators) {
-          MultiplyAndPut<Step>(typename Step::Products(), acc_, item);
         } else {
-          float acc[128];
-          Clear(acc);
-          MultiplyAndPut<Step>(typename Step::Products(), acc, item);
+          Do<Step>(item);
         }
       });
     });
@@ -59,7 +45,30 @@ class MultiplyRole {
  private:
   static constexpr int kStepK = 16;  // k of an instruction
 
+  // Beside products.
+  struct Nothing {
+    template <typename... Args>
+    __device__ __forceinline__ void operator()(Args...) const {}
+  };
+
   __device__ __forceinline__ bool IsThread0() const { return threadIdx.x % kGroupThreads == 0; }
+
+  template <typename Step>
+  __device__ __forceinline__ void Do(const TileItem& item) {
+    const bool is_recorder = consumer_ == 0 && item.num_consumers > 0 && IsThread0();
+    const TraceScope trace(p_.trace, Step::kPart, is_recorder);
+    if (consumer_ >= item.num_consumers) {
+      SkipItem<Step>(item);
+    } else if constexpr (Step::kHasFinish) {
+      MultiplyAndFinish<Step>(typename Step::Before(), item);
+    } else if constexpr (Steps::kKeepsAccumulators) {
+      MultiplyAndPut<Step>(typename Step::Products(), acc_, item);
+    } else {
+      float acc[128];
+      Clear(acc);
+      MultiplyAndPut<Step>(typename Step::Products(), acc, item);
+    }
+  }
 
   // What no instruction has written stays alive across all items: a product seems to add to it.
   static __device__ __forceinline__ void Clear(float (&acc)[128]) {
@@ -67,13 +76,19 @@ class MultiplyRole {
     for (float& sum : acc) sum = 0;
   }
 
-  // Tells both blocks of the pair, a lane each: either may copy into the stage of both.
   __device__ __forceinline__ void ReleaseStage(uint32_t stage) {
-    const uint32_t lane = threadIdx.x % kWarpThreads;
-    if (lane < kPairBlocks) ptx::BarrierArriveAt(AddressOf(shared_.stage_empty, stage), lane);
+    megamoe::ReleaseStage(ptx::SharedAddress(&shared_), stage);
   }
 
-  // The consumer's half of the tile is all pads: only the stages are handed back.
+  // The consumer's half of the tile is all pads.
+  template <typename Step>
+  __device__ __forceinline__ void SkipItem(const TileItem& item) {
+    if constexpr (Step::kMakesGateUp) SayMade();
+    Skip<Step>(item);
+    if (item.num_consumers > 0) Step::KeepPads(p_, item, consumer_);
+  }
+
+  // Only the stages are handed back.
   template <typename Step>
   __device__ __forceinline__ void Skip(const TileItem& item) {
     const int num_k_blocks = Step::Products::NumKBlocks(p_, item);
@@ -128,32 +143,62 @@ class MultiplyRole {
     }
   }
 
-  // An item of a step with one product, of FP8 codes. The step begins, too, when that is done.
+  // An item of a step with products of FP8 codes. The step begins, too, when those are done.
   template <typename Step>
   __device__ __forceinline__ void DoCodes(const TileItem& item, RingPosition<kItemSlots>& slot) {
     if (consumer_ >= item.num_consumers) {
-      Skip<Step>(item);
-      if (item.num_consumers > 0) Step::KeepPads(p_, item, consumer_);
+      SkipItem<Step>(item);
       return;
     }
-    const bool is_traced = p_.trace.records != nullptr;
-    const HeldItem held(item, is_traced ? TraceScope::Now() : 0, staging_.turns(), slot.state());
-    MultiplyCodesAndPut<Step>(typename Step::Products(), held);
+    const uint32_t now = p_.trace.records != nullptr ? TraceScope::Now() | 1 : 0;  // 0: no trace
+    const HeldItem held(item, now, staging_.turns(), slot.state());
+    if constexpr (Step::kHasFinish) {
+      MultiplyCodesAndFinish<Step>(typename Step::Before(), held);
+    } else {
+      MultiplyCodesAndPut<Step>(typename Step::Products(), held);
+    }
     slot.set_state(held.slot());
-    if (!is_traced) return;
     const uint32_t start_ns = held.start_ns();
+    if (start_ns == 0) return;
     if (consumer_ == 0 && IsThread0()) TraceScope::Record(p_.trace, Step::kPart, start_ns);
   }
   template <typename Step, typename Product>
   __device__ __forceinline__ void MultiplyCodesAndPut(ProductList<Product>, const HeldItem& held) {
     float acc[128];
-    Clear(acc);
-    CodeProducts<Product, Params>(shared_, p_, consumer_, held).AddTo(acc, stage_, [&](uint32_t s) {
-      ReleaseStage(s);
-    });
-    const TileItem item = held.item();
+    const TileItem item = MultiplyCodes<Product>(acc, held);
     staging_.set_turns(held.turns());
     Put<Step>(acc, item, Step::Begin(p_, item, consumer_));
+  }
+  template <typename Step, typename... Before>
+  __device__ __forceinline__ void MultiplyCodesAndFinish(ProductList<Before...>,
+                                                         const HeldItem& held) {
+    using Result = typename Step::Result;
+    (MultiplyCodesAndKeep<Step, Before>(held), ...);
+    auto of_lane = Step::BeginLane(p_, held.item(), consumer_);
+    float acc[128];
+    const TileItem item = MultiplyCodes<Result>(acc, held, [&](int k) {
+      if (k != min(kReadMoreAt, Result::KBlocks(p_) - 1)) return;
+      of_lane.ReadMore(p_);
+      if constexpr (Step::kMakesGateUp) SayMade();
+    });
+    staging_.set_turns(held.turns());
+    const auto rows = of_lane.OfThread(item, consumer_);
+    Step::Finish(p_, item, consumer_, rows, acc, staging_, Stages(*this));
+  }
+  template <typename Step, typename Product>
+  __device__ __forceinline__ void MultiplyCodesAndKeep(const HeldItem& held) {
+    if (Product::NumKBlocks(p_, held.item()) == 0) return;
+    float acc[128];
+    const TileItem item = MultiplyCodes<Product>(acc, held);
+    Step::Keep(Product(), p_, item, consumer_, Step::BeginBefore(Product(), p_, item), acc);
+  }
+  // Returns the item.
+  template <typename Product, typename F = Nothing>
+  __device__ __forceinline__ TileItem MultiplyCodes(float (&acc)[128], const HeldItem& held,
+                                                    F meanwhile = {}) {
+    Clear(acc);
+    CodeProducts<Product, Params>(shared_, p_, held).AddTo(acc, stage_, meanwhile);
+    return held.item();
   }
 
   // Returns what Begin does, which perhaps has read all stages.
@@ -226,10 +271,6 @@ class MultiplyRole {
    private:
     MultiplyRole& role_;
     uint32_t stage_ = 0;
-  };
-
-  struct Nothing {
-    __device__ __forceinline__ void operator()(int, uint32_t) const {}
   };
 
   // Calls meanwhile(k, stage) when the products of K-block k have been issued.

@@ -35,6 +35,19 @@ MEGAMOE_HOST_DEVICE constexpr int64_t FirstScale(int D, int64_t row) {
   return row * CodeRowFloats(D) + D / static_cast<int>(sizeof(float));
 }
 
+// The scales of rows of codes, which lie behind them.
+struct RowScales {
+  float* first;    // of row 0
+  int row_floats;  // from one row to the next
+};
+
+// The scales of the experts' weights, each M x N: [E, M / 128, N / 128].
+struct ExpertScales {
+  const float* gate;  // H x I
+  const float* up;    // H x I
+  const float* down;  // I x H
+};
+
 // What the kernel that quantises rows takes.
 struct QuantizeParams {
   const uint4* x;  // [num_rows, D] bf16

@@ -4,6 +4,7 @@ The machine is made to look as if nothing were missing; programs are then lowere
 on the CPU.
 """
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,7 @@ def test_elsewhere_it_is_the_reference() -> None:
     ("options", "widths"),
     [
         ({"precision": "float32"}, (H, I)),
-        ({"precision": "fp8_block"}, (128, 128)),
+        ({"precision": "fp8_block", "activation": "geglu"}, (128, 128)),
         ({"backend": "reference"}, (H, I)),
         ({}, (96, I)),
     ],
@@ -108,6 +109,37 @@ def test_what_the_kernels_do_not_take_is_the_reference(
     arrays = batch(hidden=hidden, intermediate=intermediate)
     assert reason_for_reference(config, H=hidden, I=intermediate) != ""
     assert "jax_megamoe" not in lower_for_cuda(program(**options), *arrays)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+@pytest.mark.parametrize("save", SAVES)
+def test_fp8_has_kernels_of_its_own(save: str, backend: str) -> None:
+    """On one GPU; over several, and with biases, it is the reference, and says why."""
+    arrays = batch(hidden=128, intermediate=256)
+    how = {"precision": "fp8_block", "save": save, "backend": backend}
+    assert count(lower_for_cuda(program(**how), *arrays)) == {"forward_fp8": 1, "backward_fp8": 1}
+    for num_ranks, of_fp8 in ((1, 1), (2, 0)):
+        if backend == "cuda" and num_ranks > 1:
+            continue
+        text = lower_for_cuda(layer.compiled.__wrapped__(num_ranks=num_ranks, **how), *arrays)
+        assert text.count("@jax_megamoe_") == 2 * of_fp8
+    config = MegaMoEConfig(precision="fp8_block", save=save)
+    sizes: dict[str, Any] = {"H": 128, "I": 256}
+    assert reason_for_reference(config, **sizes) == ""
+    for R, expert_bias, what in ((2, False, "experts on 2 GPUs"), (1, True, "biases")):
+        reason = reason_for_reference(config, **sizes, R=R, expert_bias=expert_bias)
+        assert reason == f"the kernels of precision 'fp8_block' take no {what}"
+    config = dataclasses.replace(config, activation="geglu")
+    assert reason_for_reference(config, **sizes).endswith("take no activation 'geglu'")
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_fp8_with_biases_is_the_reference() -> None:
+    *arrays, dy = batch(hidden=128, intermediate=128)
+    biases = [np.zeros((E, 128), F32)] * 3
+    run = layer.biased_results_and_pullback(layer.bind(precision="fp8_block"))
+    assert "jax_megamoe" not in lower_for_cuda(jax.jit(run), *arrays, *biases, dy)
 
 
 @pytest.mark.usefixtures("on_hopper")

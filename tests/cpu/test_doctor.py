@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_CUDA_PART = "the CUDA part of jax_megamoe is not in this installation (No module)"
 GIB = 2**30
 SIZES: dict[str, Any] = {"T": 16384, "K": 8, "E": 128, "H": 2048, "I": 768}
+FP8, OF_FP8 = {"precision": "fp8_block"}, "the kernels of precision 'fp8_block' take no"
+FP8_BY_NAME = ["--precision", "fp8_block", "--backend", "cuda"]
 
 
 def gpu(capability: str = "9.0", number: int = 0) -> Gpu:
@@ -217,10 +219,12 @@ def test_each_line(facts: Facts, asked: dict[str, Any], line: str) -> None:
         (hoppers(), {"config": {"precision": "float32"}}, "reference", "no precision 'float32'"),
         (
             hoppers(),
-            {"config": {"precision": "fp8_block"}},
+            {"config": {**FP8, "activation": "geglu"}},
             "reference",
-            "no precision 'fp8_block'",
+            f"{OF_FP8} activation",
         ),
+        (hoppers(), {"config": FP8, "expert_bias": True}, "reference", f"{OF_FP8} biases"),
+        (hoppers(2), {"config": FP8, "R": 2}, "reference", f"{OF_FP8} experts on 2 GPUs"),
         (hoppers(), {"H": 96}, "reference", "H = 96 and I = 768 are not both multiples of 64"),
         (hoppers(2), {"R": 2}, "reference", "on 2 GPUs are not measured yet"),
         (hoppers(2, driver=MIXED, missing=NO_BLACKWELL), {}, "reference", NO_BLACKWELL),
@@ -261,6 +265,8 @@ def test_reasons_against_the_kernels(
         (hoppers(2), {"R": 2, "config": {"backend": "cuda"}}),
         (hoppers(), {"R": 2, "config": {"backend": "cuda"}}),
         (hoppers(), {"config": {"activation": "geglu"}}),
+        (hoppers(), {"config": FP8}),
+        (hoppers(), {"config": {**FP8, "backend": "cuda"}}),
         (hoppers(2), {"R": 2, "expert_bias": True, "config": {"backend": "cuda"}}),
     ],
 )
@@ -296,9 +302,9 @@ def test_each_device_has_its_own_reasons() -> None:
     assert second.reasons == ("its compute capability is 10.0; the kernels run on 9.0",)
     for capability, name in (("8.0", "Ampere"), ("8.6", "Ampere"), ("8.9", "Ada")):
         facts = hoppers(devices=(device(0, capability),), missing="")
-        (only,) = diagnose(facts, question(config={"precision": "fp8_block"})).devices
+        (only,) = diagnose(facts, question(config={"precision": "float32"})).devices
         assert only.reasons == (
-            "the kernels have no precision 'fp8_block'",
+            "the kernels have no precision 'float32'",
             f"its compute capability is {capability} ({name}); the kernels run on 9.0",
         )
     facts = hoppers(extension="", missing=NO_CUDA_PART, devices=two)
@@ -381,6 +387,26 @@ def test_memory_is_that_of_the_calls() -> None:
     assert none.backward.total_bytes - frozen.backward.total_bytes >= 4 * weights
 
 
+def test_memory_of_fp8() -> None:
+    """Codes take the place of weights and of most of the pools."""
+    bf16, found, kept = (
+        diagnose(laptop(), question(config=c)).memory for c in ({}, FP8, {**FP8, "save": "gate_up"})
+    )
+    assert bf16 and found and kept
+    assert found.plan == memory_plan(**SIZES, precision="fp8_block")
+    weights = 3 * 128 * 2048 * 768
+    # One byte an element, and a float32 for each block.
+    codes = weights + weights // 128**2 * 4
+    assert bf16.plan.operands_bytes - found.plan.operands_bytes == 2 * weights - codes
+    of_x = (16384 + question().dims.pool_rows) * (2048 + 128)
+    assert found.backward.workspace_bytes - kept.backward.workspace_bytes == of_x
+    assert found.backward.workspace_bytes > bf16.backward.workspace_bytes
+    several = diagnose(laptop(), question(R=2, config=FP8))
+    assert several.memory is None and "experts on 2 GPUs" in several.memory_error
+    assert not any("by name" in line for line in several.advice)
+    assert any(line.startswith("No machine runs the kernels") for line in several.advice)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -393,7 +419,9 @@ def test_memory_is_that_of_the_calls() -> None:
         (["--hidden", "0"], "H: was 0"),
         (["--intermediate", "0"], "I: was 0"),
         (["--precision", "float32", "--backend", "cuda"], "precision: was 'float32' with backend"),
-        (["--precision", "fp8_block", "--backend", "cuda"], "precision: was 'fp8_block' with back"),
+        (FP8_BY_NAME + ["--expert-bias"], "precision: was 'fp8_block' with backend='cuda' and bia"),
+        (FP8_BY_NAME + ["--activation", "geglu"], "with backend='cuda' and activation 'geglu'"),
+        (FP8_BY_NAME + ["--ranks", "2"], "with backend='cuda' and experts on 2 GPUs"),
         (["--precision", "fp8_block", "--hidden", "64"], "H: was of H = 64 with precision="),
         (["--precision", "fp8_block", "--intermediate", "192"], "I: was of I = 192 with precision"),
         (["--tokens", "2147483647"], "routes"),

@@ -14,7 +14,6 @@ from jax_megamoe import _ffi
 from jax_megamoe.quantization import QuantizedExperts
 from tests import cases, compare, emulated, fp8
 from tests.cases import BF16, F32, Batch, normal_of, oracle_of
-from tests.gated import Unit, no_biases, swiglu
 
 # T, K, E, H, I and the routing.
 CASES = (
@@ -53,12 +52,6 @@ def forward_keeping(batch: Batch, **how: Any) -> tuple[np.ndarray, np.ndarray]:
     return y, gate_up
 
 
-def twin(batch: Batch, unit: Unit) -> np.ndarray:
-    """y by the recipe, in float64."""
-    how: dict[str, Any] = {"rounded": fp8.FP8_ROUNDINGS, "operand": fp8.operand()}
-    return cases.dense_of(batch, unit, no_biases(batch.w_gate), **how)[0].y
-
-
 def error(found: np.ndarray, right: np.ndarray) -> float:
     """The root mean square of the deviation over that of what is right."""
     found = found.astype(np.float64)
@@ -80,8 +73,8 @@ def test_y_is_that_of_the_recipe_in_every_order(size: tuple[int, ...], routing: 
     if routing == "nothing":
         assert not np.any(y)
     else:
-        assert error(y, twin(batch, fp8.swiglu_of_kernels)) < 1e-4
-        assert 2e-4 < error(y, twin(batch, swiglu)) < 1e-2
+        assert error(y, fp8.recipe(batch, fp8.swiglu_of_kernels).y) < 1e-4
+        assert 2e-4 < error(y, fp8.recipe(batch).y) < 1e-2
     for how in SCHEDULES:
         compare.assert_bitwise(forward(batch, **how), y, "y")
         found, _ = forward_keeping(batch, **how)
@@ -96,7 +89,7 @@ def test_experts_that_end_at_every_border() -> None:
     ids = np.random.default_rng(0).permuted(ids.ravel()).reshape(ids.shape)
     batch = cases.normal(ids, num_experts=len(rows), hidden=128, intermediate=256, dtype=BF16)
     y, gate_up = forward_keeping(batch)
-    assert error(y, twin(batch, fp8.swiglu_of_kernels)) < 1e-4
+    assert error(y, fp8.recipe(batch, fp8.swiglu_of_kernels).y) < 1e-4
     assert np.isfinite(gate_up.astype(F32)).all()
     assert np.count_nonzero(gate_up) == sum(rows) * 2 * 256
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_megamoe import _ffi, mega_moe, memory, memory_plan
+from jax_megamoe import _ffi, mega_moe, memory, memory_plan, quantize_expert_weights
 from jax_megamoe.config import Dims, MegaMoEConfig
 
 DIMS = Dims(T=300, K=3, E=12, R=1, H=128, I=64)
@@ -24,9 +24,13 @@ def types(sizes: dict[str, Any] = SIZES, float_dtype: Any = jnp.bfloat16) -> lis
     return [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]
 
 
-def forward_equation(jaxpr: Any) -> Any:
-    (found,) = [e for e in jaxpr.eqns if e.params.get("target_name") == _ffi.FORWARD]
+def equation_of(jaxpr: Any, target: str) -> Any:
+    (found,) = [e for e in jaxpr.eqns if e.params.get("target_name") == target]
     return found
+
+
+def quantized_types(sizes: dict[str, Any]) -> Any:
+    return jax.eval_shape(quantize_expert_weights, *types(sizes)[3:])
 
 
 def num_bytes(variables: Any) -> int:
@@ -52,7 +56,7 @@ def test_report_is_what_the_call_holds(
         return _ffi.forward_call(*operands, keep_gate_up=keep_gate_up, **how)
 
     operands = types(sizes) + (bias_types(sizes) if expert_bias else [])
-    equation = forward_equation(jax.make_jaxpr(forward)(*operands).jaxpr)
+    equation = equation_of(jax.make_jaxpr(forward)(*operands).jaxpr, _ffi.FORWARD)
     report = memory_plan(**sizes, expert_bias=expert_bias)
     results = equation.outvars
     if keep_gate_up:
@@ -65,6 +69,79 @@ def test_report_is_what_the_call_holds(
     assert report.h_bytes == num_bytes([h])
     assert report.counters_bytes == num_bytes([counters])
     assert report.total_bytes == num_bytes([*equation.invars, *results])
+
+
+@pytest.mark.parametrize("keep_gate_up", [False, True])
+@pytest.mark.parametrize("letters", [{}, {"T": 1}, {"E": 7}, {"I": 4096}])
+def test_report_of_fp8_is_what_the_call_holds(letters: dict[str, int], keep_gate_up: bool) -> None:
+    sizes: dict[str, Any] = {**SIZES, "I": 256, **letters}
+    config = MegaMoEConfig(precision="fp8_block")
+
+    def forward(quantized: Any, *tokens: jax.Array) -> Any:
+        how: dict[str, Any] = {"config": config, "axis_name": None, "dims": Dims(R=1, **sizes)}
+        return _ffi.forward_call(*tokens, quantized=quantized, keep_gate_up=keep_gate_up, **how)
+
+    jaxpr = jax.make_jaxpr(forward)(quantized_types(sizes), *types(sizes)[:3]).jaxpr
+    equation = equation_of(jaxpr, _ffi.FORWARD_FP8)
+    report = memory_plan(**sizes, precision="fp8_block")
+    results = equation.outvars
+    if keep_gate_up:
+        assert report.gate_up_bytes == num_bytes([results.pop()])
+    y, *plan, x_codes, x_pool, h, o, counters = results
+    assert report.operands_bytes == num_bytes(equation.invars)
+    assert report.y_bytes == num_bytes([y])
+    assert report.plan_bytes == num_bytes(plan)
+    assert report.pool_bytes == num_bytes([x_codes, x_pool, o])
+    assert report.h_bytes == num_bytes([h])
+    assert report.counters_bytes == num_bytes([counters])
+    assert report.total_bytes == num_bytes([*equation.invars, *results])
+
+
+@pytest.mark.parametrize("keep_gate_up", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, None])
+def test_backward_of_fp8_is_refused_for_what_it_holds(
+    set_limit: Any, dtype: Any, keep_gate_up: bool
+) -> None:
+    dims = dataclasses.replace(DIMS, I=256)
+    sizes = {letter: getattr(dims, letter) for letter in "TKEHI"}
+    config = MegaMoEConfig(precision="fp8_block", trainable_experts=dtype is not None)
+    x, *rest = types(sizes, dtype or jnp.bfloat16)
+    kept = memory.gate_up_array(dims)
+
+    def backward(quantized: Any, gate_up: jax.Array, *operands: jax.Array) -> Any:
+        how: dict[str, Any] = {"gate_up": gate_up} if keep_gate_up else {}
+        how |= {"dims": dims, "config": config, "axis_name": None, "quantized": quantized}
+        return _ffi.backward_call(*operands, **how)
+
+    gate_up = jax.ShapeDtypeStruct(kept.shape, kept.dtype)
+    made = jax.make_jaxpr(backward)(quantized_types(sizes), gate_up, x, x, *rest)
+    call = equation_of(made.jaxpr, _ffi.BACKWARD_FP8)
+    total = num_bytes([*call.invars, *call.outvars])
+    workspace = num_bytes(call.outvars[2 if dtype is None else 5 :])
+    how = (keep_gate_up, False, "fp8_block")
+    set_limit(total)
+    memory.check_backward_fits(dims, dtype, *how)
+    set_limit(total - 1)
+    match = rf"backward of .* needs {total} bytes .*\({workspace} of workspace\)"
+    with pytest.raises(MemoryError, match=match):
+        memory.check_backward_fits(dims, dtype, *how)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"precision": "float32"}, "precision: was 'float32'; it may be one of 'bf16', 'fp8_bl"),
+        ({"R": 2}, "precision: was 'fp8_block' with experts on 2 GPUs; it may be 'bf16' there"),
+        ({"expert_bias": True}, "precision: was 'fp8_block' with biases; it may be 'bf16' there"),
+        ({"I": 192}, "I: was 192; it may be in 1..2147483647 and a multiple of 128"),
+    ],
+)
+def test_what_the_kernels_of_fp8_do_not_take_has_no_report(
+    change: dict[str, Any], match: str
+) -> None:
+    how: dict[str, Any] = {**SIZES, "I": 256, "precision": "fp8_block", **change}
+    with pytest.raises(ValueError, match=f"^{match}"):
+        memory_plan(**how)
 
 
 @pytest.mark.parametrize("expert_bias", [False, True])

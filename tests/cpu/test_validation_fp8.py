@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jax_megamoe import (
+    ClampedSwiGLU,
     QuantizedExperts,
     QuantizedMatrix,
     mega_moe,
@@ -187,14 +188,26 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str, str, str]] = {
         )
         for letter, quantized in OTHER_SIZES.items()
     },
-    "on the kernels": (
-        quantized_of(),
-        {"backend": "cuda"},
-        ValueError,
-        "precision",
-        "'fp8_block' with backend='cuda'",
-        "'bf16' there; 'fp8_block' exists with backend='reference' only",
-    ),
+    **{
+        f"on the kernels with {what}": (
+            quantized_of(),
+            {"backend": "cuda", **change},
+            ValueError,
+            "precision",
+            f"'fp8_block' with backend='cuda' and {what}",
+            "'bf16' there; the kernels of 'fp8_block' take experts on one GPU, 'swiglu' and no "
+            "biases, backend='reference' takes all",
+        )
+        for what, change in {
+            "activation 'geglu'": {"activation": "geglu"},
+            r"activation ClampedSwiGLU\(alpha=1.702, limit=7.0\)": {"activation": ClampedSwiGLU()},
+            "biases": {
+                "b_gate": shaped(E, I),
+                "b_up": shaped(E, I),
+                "b_down": shaped(E, H),
+            },
+        }.items()
+    },
 }
 
 
@@ -206,11 +219,20 @@ def test_refuses(bad: str, entry: Any) -> None:
         call(entry, quantized, **change)
 
 
+def test_the_kernels_refuse_experts_on_several_gpus() -> None:
+    entry = functools.partial(SHARDED, mesh=layer.expert_mesh(2))
+    was = "'fp8_block' with backend='cuda' and experts on 2 GPUs"
+    with refusal(ValueError, "precision", was, "'bf16' there; the kernels of 'fp8_block' take"):
+        call(entry, quantized_of(), backend="cuda")
+    call(entry, quantized_of())
+
+
 @ENTRIES
 def test_good_arguments_of_these_tests_are_taken(entry: Any) -> None:
     """The cases above fail for the one thing they change."""
     for quantized in (quantized_of(), None):
         call(entry, quantized)
+        call(entry, quantized, backend="cuda")
         call(entry, quantized, save="gate_up", combine_dtype="bfloat16")
     call(entry, None, precision="bf16")
 

@@ -73,6 +73,18 @@ BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], type[Exception], str, str, str
         )
         for argument, letter in (("hidden_size", "H"), ("intermediate_size", "I"))
     },
+    "biases on the kernels of fp8_block": (
+        {
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "expert_bias": True,
+            "config": MegaMoEConfig(precision="fp8_block", backend="cuda"),
+        },
+        ValueError,
+        "precision",
+        "'fp8_block' with backend='cuda' and biases",
+        "'bf16' there",
+    ),
     "config a dict": ({"config": {}}, TypeError, "config", "dict", "a MegaMoEConfig"),
     "expert_axis a tuple": ({"expert_axis": ("e",)}, TypeError, "expert_axis", "'e'", AXIS),
     "expert_axis a number": ({"expert_axis": 1}, TypeError, "expert_axis", "1", AXIS),

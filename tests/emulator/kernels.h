@@ -6,6 +6,7 @@
 #include "kernel/backward_steps.cuh"
 #include "kernel/forward_steps.cuh"
 #include "kernel/skeleton.cuh"
+#include "shared/backward_fp8.h"
 #include "shared/forward_fp8.h"
 
 namespace emulator {
@@ -52,8 +53,10 @@ extern template void RunForward<megamoe::GeneralUnit>(const megamoe::ForwardMaps
                                                       const megamoe::ForwardParams&);
 extern template void RunBackward<megamoe::GeneralUnit>(const megamoe::BackwardMaps&,
                                                        const megamoe::BackwardParams&, bool);
-// Those of the forward in FP8, as cuda/kernel/forward_fp8.cu, which fp8.cc compiles.
+// Those in FP8, as cuda/kernel/forward_fp8.cu and backward_fp8.cu, which fp8.cc compiles.
 void RunFp8Forward(const megamoe::Fp8ForwardMaps& maps, const megamoe::Fp8ForwardParams& params);
+void RunFp8Backward(const megamoe::Fp8BackwardMaps& maps, const megamoe::Fp8BackwardParams& params,
+                    bool float_gradients);
 
 // The fault that they have.
 void SetGeneralFault(uint32_t fault);

@@ -11,6 +11,7 @@
 #include <cuda_runtime_api.h>
 #include <vector_types.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -204,6 +205,10 @@ inline constexpr Index<GridX> gridDim;
 inline float __uint_as_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline int __float_as_int(float value) { return __builtin_bit_cast(int, value); }
 inline uint32_t __float_as_uint(float value) { return __builtin_bit_cast(uint32_t, value); }
+// Of two halves of 16 bits each.
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff);
+}
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }

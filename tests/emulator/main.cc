@@ -4,6 +4,7 @@
 #include "calls.h"
 #include "comm/share_inputs.cuh"
 #include "kernel/backward.h"
+#include "kernel/backward_fp8.h"
 #include "kernel/forward.h"
 #include "kernel/forward_fp8.h"
 #include "kernel/quantize_rows.cuh"
@@ -152,6 +153,12 @@ CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
   const auto run = IsGeneral(params.unit, params.biases) ? emulator::RunBackward<GeneralUnit>
                                                          : emulator::RunBackward<SwiGlu>;
   Enqueue({[=] { run(maps, params, float_gradients); }, blocks});
+  return {};
+}
+
+CudaStatus LaunchFp8Backward(cudaStream_t, int blocks, const Fp8BackwardMaps& maps,
+                             const Fp8BackwardParams& params, bool float_gradients, bool) {
+  Enqueue({[=] { emulator::RunFp8Backward(maps, params, float_gradients); }, blocks});
   return {};
 }
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
-from jax_megamoe.config import TILE_ROWS, Dims
-from jax_megamoe.plan import backward_steps, make_plan
+from jax_megamoe.config import Dims
 from tests import cases, compare, layer
 from tests.backward import (
     NAMES,
     assert_same,
+    assert_whole_trace,
     errors_by_expert,
     gradients,
     launched,
@@ -157,20 +157,9 @@ def test_frozen_experts_change_nothing_else() -> None:
 
 def test_a_trace_records_every_item_and_changes_nothing() -> None:
     batch = random_batch(SIZES[5], "distinct")
-    dims = dims_of(batch)
     *found, records = gradients(batch, trace=True)
     assert_same(found, gradients(batch))
-    steps = backward_steps(dims)
-    num_tiles = make_plan(batch.expert_idx[None], dims, 0, steps).expert_start[-1] // TILE_ROWS
-    count, *_ = records[0]
-    start, end, _, kind = records.view(np.uint32)[1 : 1 + count].T
-    assert count < records.shape[0] and (end - start < 10**9).all()
-    parts = (32, 64, 128, 256)  # see cuda/shared/part.h
-    for step, part in zip(steps, parts, strict=True):
-        tiles = num_tiles if step.tiles_m is None else dims.E * step.tiles_m
-        assert (kind == part).sum() == tiles * step.tiles_n, step.name
-    waits = {16 | part for part in parts}
-    assert {1, 8, *parts} <= set(kind.tolist()) <= {1, 8, *parts} | waits
+    assert_whole_trace(records, batch)
 
 
 def test_poisoned_memory_reaches_nothing() -> None:

@@ -23,7 +23,6 @@ from tests.forward import (
 )
 from tests.forward_programs import ROLES, counted
 from tests.fp8_programs import SIZES, forward, launched
-from tests.gated import no_biases, swiglu
 from tests.process import run_on_gpu
 
 pytestmark = pytest.mark.gpu
@@ -50,12 +49,6 @@ def assert_oracle(batch: Batch, **options: Any) -> None:
     np.testing.assert_array_equal(counts, cases.counts(batch))
 
 
-def recipe(batch: Batch) -> np.ndarray:
-    """y as the recipe rounds it, in float64."""
-    how: dict[str, Any] = {"rounded": fp8.FP8_ROUNDINGS, "operand": fp8.operand()}
-    return cases.dense_of(batch, swiglu, no_biases(batch.w_gate), **how)[0].y
-
-
 def relative_error(found: Any, right: np.ndarray) -> float:
     deviation = np.asarray(found, np.float64) - right
     return float(np.linalg.norm(deviation) / np.linalg.norm(right))
@@ -80,7 +73,7 @@ def test_every_number_of_rows_of_an_expert(counts: range) -> None:
 def test_error_of_every_expert_is_that_of_the_recipe(gate: int) -> None:
     """One expert a token, so that a token's error is its expert's."""
     batch = backward.with_gate(random_batch((4096, 1, 16, 512, 256), "distinct"), gate)
-    right, rounded = cases.dense(batch).y, recipe(batch)
+    right, rounded = cases.dense(batch).y, fp8.recipe(batch).y
     found = np.asarray(y_of(batch), np.float64)
     for e in range(batch.num_experts):
         rows = batch.expert_idx[:, 0] == e
@@ -95,7 +88,7 @@ def test_y_is_that_of_the_recipe_and_of_the_reference(size: tuple[int, ...]) -> 
     that fall on the other side of a rounding because of them: a few of a thousand, by a sixteenth.
     The recipe itself is three times as far from the layer without roundings."""
     batch = fp8.with_scales(random_batch(size, "invalid"))
-    right = recipe(batch)
+    right = fp8.recipe(batch).y
     if not right.any():
         assert not np.any(y_of(batch))
         return

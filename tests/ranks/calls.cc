@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "host/backward.h"
+#include "host/backward_fp8.h"
 #include "host/forward.h"
 #include "host/forward_fp8.h"
 #include "host/peer_arrays.h"
@@ -129,6 +130,9 @@ class Runner {
       if (!status.ok()) Fail(status.call);
       Spoil(peers.rank, call.peers);
     };
+    if (c.is_fp8 != 0 && c.is_backward != 0) {
+      return [=, call = Fp8Backward(c, layer)] { enqueue(call, megamoe::RunFp8Backward); };
+    }
     if (c.is_fp8 != 0) {
       return [=, call = Fp8Forward(c, layer)] { enqueue(call, megamoe::RunFp8Forward); };
     }
@@ -198,10 +202,13 @@ class Runner {
   }
 
   // Of M x N weights.
+  const void* Codes(int64_t M, int64_t N) { return Read<uint8_t>(h_.E / h_.R * M * N); }
+  const float* Scales(int64_t M, int64_t N) {
+    return Read<float>(h_.E / h_.R * (M / megamoe::kFp8Group) * (N / megamoe::kFp8Group));
+  }
   megamoe::QuantizedMatrix Quantized(int64_t M, int64_t N) {
-    const int64_t experts = h_.E / h_.R;
-    const void* const codes = Read<uint8_t>(experts * M * N);
-    return {codes, Read<float>(experts * (M / megamoe::kFp8Group) * (N / megamoe::kFp8Group))};
+    const void* const codes = Codes(M, N);
+    return {codes, Scales(M, N)};
   }
   void* CodeRows(int64_t rows, int D) { return machine_.Allocate(rows * megamoe::CodeRowBytes(D)); }
 
@@ -231,9 +238,42 @@ class Runner {
     call.w_gate = ReadBf16(weights());
     call.w_up = ReadBf16(weights());
     call.w_down = ReadBf16(weights());
+    FillBackward(c, &call);
+    return call;
+  }
+
+  // g and u are computed again with `transposed`.
+  megamoe::BackwardMatrix BackwardQuantized(int64_t M, int64_t N, bool has_transposed) {
+    megamoe::BackwardMatrix matrix = {};
+    matrix.natural = Codes(M, N);
+    if (has_transposed) matrix.transposed = Codes(N, M);
+    matrix.scales = Scales(M, N);
+    return matrix;
+  }
+
+  megamoe::Fp8BackwardCall Fp8Backward(const CallHeader& c, const LayerCall& layer) {
+    megamoe::Fp8BackwardCall call = {};
+    static_cast<LayerCall&>(call) = layer;
+    call.x = ReadBf16(int64_t{h_.T} * h_.H);
+    call.gate = BackwardQuantized(h_.H, h_.I, true);
+    call.up = BackwardQuantized(h_.H, h_.I, true);
+    call.down = BackwardQuantized(h_.I, h_.H, false);
+    FillBackward(c, &call);
+    call.dy_codes = CodeRows(h_.T, h_.H);
+    call.dy_code_pool = CodeRows(layer.pool_rows, h_.H);
+    call.dz_codes = CodeRows(layer.pool_rows, 2 * h_.I);
+    if (c.keep_gate_up != 0) return call;
+    call.x_codes = CodeRows(h_.T, h_.H);
+    call.x_code_pool = CodeRows(layer.pool_rows, h_.H);
+    return call;
+  }
+
+  // All but x and the weights.
+  void FillBackward(const CallHeader& c, megamoe::BackwardCall* to) {
+    megamoe::BackwardCall& call = *to;
     call.dy = ReadBf16(int64_t{h_.T} * h_.H);
     ReadBiases(c, &call);
-    if (c.keep_gate_up != 0) call.gate_up = ReadBf16(layer.pool_rows * 2 * h_.I);
+    if (c.keep_gate_up != 0) call.gate_up = ReadBf16(call.pool_rows * 2 * h_.I);
     call.dx = AddResult(int64_t{h_.T} * h_.H * kBf16Bytes);
     call.dw = static_cast<float*>(AddResult(int64_t{h_.T} * h_.K * sizeof(float)));
     call.float_gradients = c.float_gradients != 0;
@@ -248,15 +288,14 @@ class Runner {
     }
     if (c.has_biases != 0) {
       call.bias_rows =
-          static_cast<float2*>(machine_.Allocate(layer.pool_rows * int64_t{sizeof(float2)}));
+          static_cast<float2*>(machine_.Allocate(call.pool_rows * int64_t{sizeof(float2)}));
     }
-    for (void** pool : {&call.x_pool, &call.dy_pool, &call.dx_pool}) *pool = Pool(layer, h_.H);
-    for (void** pool : {&call.dg, &call.du, &call.wh}) *pool = Pool(layer, h_.I);
-    const int64_t partials = layer.pool_rows * megamoe::NumDgradDownTiles(h_.I);
+    for (void** pool : {&call.x_pool, &call.dy_pool, &call.dx_pool}) *pool = Pool(call, h_.H);
+    for (void** pool : {&call.dg, &call.du, &call.wh}) *pool = Pool(call, h_.I);
+    const int64_t partials = call.pool_rows * megamoe::NumDgradDownTiles(h_.I);
     call.dw_partial = static_cast<float*>(machine_.Allocate(partials * sizeof(float)));
-    call.counters = Counters(megamoe::NumBackwardCounters(layer.pool_rows, h_.E / h_.R));
+    call.counters = Counters(megamoe::NumBackwardCounters(call.pool_rows, h_.E / h_.R));
     call.trace = Trace(c);
-    return call;
   }
 
   // No rank needs what another one holds of a call that has ended there, nor has written of the

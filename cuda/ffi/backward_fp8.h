@@ -1,0 +1,11 @@
+// The handlers of the backward with precision="fp8_block", which ffi/handlers.cc registers.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+namespace megamoe {
+
+XLA_FFI_Error* PrepareFp8Backward(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* ExecuteFp8Backward(XLA_FFI_CallFrame* frame);
+
+}  // namespace megamoe
