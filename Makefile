@@ -47,6 +47,12 @@ test-gpu: DELAYS := ON
 test-gpu: need-hopper extension ## the GPU tests; no skip passes; GPUS=n declares n GPUs
 	JAX_MEGAMOE_GPUS=$(GPUS) '$(PY)' -m pytest -m gpu $(ARGS)
 
+.PHONY: scorecard
+scorecard: DELAYS := ON
+scorecard: need-hopper extension ## the scorecard of reliability; ARGS="PART ..." for some parts, 8 minutes each at most
+	'$(PY)' benchmarks/scorecard.py --gpus $(GPUS) \
+		--out benchmarks/results/scorecard-gpus$(GPUS).json $(ARGS)
+
 .PHONY: bench
 bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-path DIR" for layer.py and latency.py
 	'$(PY)' benchmarks/plan.py --out benchmarks/results/plan.json

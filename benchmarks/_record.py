@@ -61,8 +61,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write(path: pathlib.Path, records: Sequence[object], num_devices: int = 1) -> None:
-    """Writes the records with commit, date, device and versions, on a GPU driver and clock too."""
+def write(
+    path: pathlib.Path, records: Sequence[object], num_devices: int = 1, *, key: str = "records"
+) -> None:
+    """Writes the records under a key beside commit, date, device and versions, on a GPU driver and
+    clock too."""
     revision, dirty = commit()
     on_gpu = jax.default_backend() == "gpu"
     result = {
@@ -74,7 +77,7 @@ def write(path: pathlib.Path, records: Sequence[object], num_devices: int = 1) -
         "driver": smi("driver_version") if on_gpu else None,
         "clock_mhz": min(sm_clocks(num_devices)) if on_gpu else None,
         "versions": versions(),
-        "records": list(records),
+        key: list(records),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")

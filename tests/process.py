@@ -12,14 +12,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run_python(program: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program from the repository's root on 8 simulated devices; at most two minutes."""
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": str(ROOT),
-        **environment,
-    }
-    return _run([sys.executable, "-c", program, *args], env, timeout_s=120)
+    command = [sys.executable, "-c", program, *args]
+    return _run(command, cpu_environment(**environment), timeout_s=120)
+
+
+def run_module(
+    module: str, *args: str, timeout_s: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The same of a module."""
+    command = [sys.executable, "-m", module, *args]
+    return _run(command, cpu_environment(**environment), timeout_s)
 
 
 def run_on_gpu(
@@ -29,7 +31,7 @@ def run_on_gpu(
 
     under: a command that runs it, such as a checker with its options.
     """
-    return _run([*under, sys.executable, *arguments], _gpu_environment(environment), timeout_s)
+    return _run([*under, sys.executable, *arguments], gpu_environment(**environment), timeout_s)
 
 
 def start_on_gpu(
@@ -40,7 +42,7 @@ def start_on_gpu(
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=_gpu_environment(environment),
+        env=gpu_environment(**environment),
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,
@@ -48,13 +50,25 @@ def start_on_gpu(
     )
 
 
-def _gpu_environment(environment: dict[str, str]) -> dict[str, str]:
+def cpu_environment(**changed: str) -> dict[str, str]:
+    """This process's, for a program on 8 simulated devices."""
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": str(ROOT),
+        **changed,
+    }
+
+
+def gpu_environment(**changed: str) -> dict[str, str]:
+    """This process's, for a program on its GPUs beside other programs."""
     return {
         **os.environ,
         "JAX_PLATFORMS": "cuda,cpu",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONPATH": str(ROOT),
-        **environment,
+        **changed,
     }
 
 

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 
@@ -15,6 +15,10 @@ from tests.process import start_on_gpu
 
 # The devices that each process of a pair sees.
 OWN_GPU = ((0,), (1,))
+# In either order, and where each sees both.
+ORDERS = (OWN_GPU, ((1,), (0,)), ((0, 1), (0, 1)), ((1, 0), (1, 0)))
+# Of a pair that needs no GPU.
+ON_CPU: dict[str, Any] = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
 
 class Ended(NamedTuple):

@@ -5,12 +5,15 @@
     bits PATH BACKEND               saves this rank's part of the results on BATCHES in PATH
     train FAILURE PASS [DEADLINE_S] runs steps; in step FAILING_STEP before its PASS, "forward" or
                                     "backward", rank 1 has a FAILURE of `fail`
+    differ KIND                     one call, for which rank 1 has one of DIFFERENCES
+    skewed BACKEND FIRST RUNS       calls that are launched late, with delays inside; says `Skewed`
 
 Each says its process id first. `train` then says the time at the failure and, where a call
-raises, `Raised` as JSON; the error ends it as it would end a training script.
+raises, `Raised` as JSON; the error ends it as it would end a training script. So does `differ`.
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -38,6 +41,19 @@ AXIS = PartitionSpec("expert")
 BATCHES = (((200, 2, 8, 128, 128), "distinct"), ((512, 8, 32, 256, 192), "skewed"))
 FAILING_STEP = 7
 STALL_S = 60.0
+# Far below the deadline that waits have by default.
+LATE_S = 90.0
+# By which a call of either rank is late, at most.
+MAX_SKEW_S = 0.05
+# T of both ranks, K, E, H, I and options of rank 1, where rank 0 has the first of BATCHES and none.
+DIFFERENCES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "tokens": ((400, 2, 8, 128, 128), {}),
+    "choices": ((200, 3, 8, 128, 128), {}),
+    "width": ((200, 2, 8, 128, 192), {}),
+    "activation": (BATCHES[0][0], {"activation": "geglu"}),
+    "sums": (BATCHES[0][0], {"combine_dtype": "bfloat16"}),
+    "pool_factor": (BATCHES[0][0], {"pool_factor": 1.0}),
+}
 # The other rank has left when this one makes its next call.
 LEAVE_S = 2.0
 
@@ -47,6 +63,14 @@ class Raised(NamedTuple):
 
     text: str
     at_s: float
+
+
+class Skewed(NamedTuple):
+    """How many calls gave other bits than the first of their batch, and a hash of these."""
+
+    iterations: int
+    different: int
+    right: list[str]
 
 
 def bits(rank: int, path: str, backend: str) -> None:
@@ -120,8 +144,12 @@ def fail(rank: int, failure: str) -> None:
         kill()
     elif failure == "kill_later":  # at any moment of the steps that follow
         threading.Timer(0.5, kill).start()
+    elif failure == "interrupt":  # as Ctrl-C
+        os.kill(os.getpid(), signal.SIGINT)
     elif failure == "stall":
         time.sleep(STALL_S)
+    elif failure == "late":
+        time.sleep(LATE_S)
     elif failure == "leave":  # as who has ended its part
         os._exit(0)
     else:
@@ -149,12 +177,57 @@ def train(rank: int, failure: str, where: str, deadline_s: str | None = None) ->
             except jax.errors.JaxRuntimeError as error:
                 say(json.dumps(Raised(str(error), time.time())._asdict()))
                 raise
-        if failure == "none" and step > FAILING_STEP:
+        if failure in ("none", "late") and step > FAILING_STEP:
             jax_megamoe.check_faults()
             return
+
+
+def differ(rank: int, kind: str) -> None:
+    size, options = DIFFERENCES[kind] if rank == 1 else (BATCHES[0][0], {})
+    batch = on_ranks(random_batch(size, "distinct"))
+    say(time.time())
+    try:
+        jax.block_until_ready(layer.compiled(2, backend="cuda", **options)(*batch))
+    except jax.errors.JaxRuntimeError as error:
+        say(json.dumps(Raised(str(error), time.time())._asdict()))
+        raise
+
+
+def skewed(rank: int, backend: str, first: str, runs: str) -> None:
+    """FIRST is the number of the first call, of which all seeds are made.
+
+    Delays inside of calls are those of the test build, which the kernels then have to be of.
+    """
+
+    def set_seed(seed: int) -> None:
+        if backend == "cuda":
+            module, reason = _ffi.extension()
+            assert module is not None, reason
+            module.set_delay_seed(seed)
+
+    def hash_of(batch: list[jax.Array]) -> str:
+        found = hashlib.sha256()
+        for result in layer.compiled(2, backend=backend)(*batch):
+            found.update(local(result).tobytes())
+        return found.hexdigest()
+
+    batches = [on_ranks(random_batch(*b)) for b in BATCHES]
+    right = [hash_of(batch) for batch in batches]
+    rng = np.random.default_rng((int(first), rank))
+    different = 0
+    for i in range(int(runs)):
+        time.sleep(rng.uniform(0, MAX_SKEW_S))
+        set_seed(int(first) + i + 1)
+        b = i % len(batches)
+        different += hash_of(batches[b]) != right[b]
+    jax_megamoe.check_faults()
+    say(json.dumps(Skewed(int(runs), different, right)._asdict()))
 
 
 if __name__ == "__main__":
     port, process, program, *arguments = sys.argv[1:]
     say(os.getpid())
-    {"bits": bits, "train": train}[program](processes.join(port, process), *arguments)
+    programs: dict[str, Callable[..., None]] = {
+        program.__name__: program for program in (bits, train, differ, skewed)
+    }
+    programs[program](processes.join(port, process), *arguments)

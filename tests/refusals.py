@@ -50,11 +50,13 @@ def with_fields[C](config: C, **fields: Any) -> C:
 
 
 @contextlib.contextmanager
-def refusal(error: type[Exception], argument: str, was: str, may_be: str) -> Iterator[None]:
+def refusal(
+    error: type[Exception], argument: str, was: str, may_be: str
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Expects "argument: was ...; it may be ..."; was and may_be are patterns."""
     message = rf"^{argument}: was .*{was}.*; it may be .*{may_be}"
-    with _unchecked_annotations(), pytest.raises(error, match=message):
-        yield
+    with _unchecked_annotations(), pytest.raises(error, match=message) as found:
+        yield found
 
 
 @contextlib.contextmanager

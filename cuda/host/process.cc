@@ -78,6 +78,13 @@ socklen_t LifelineAddress(uint64_t identity, sockaddr_un* address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
 }
 
+// Whether who listens at the other end is.
+bool IsOfUser(int fd, uid_t user) {
+  ucred listener = {};
+  socklen_t size = sizeof(listener);
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &listener, &size) == 0 && listener.uid == user;
+}
+
 int MakeSocket() { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); }
 
 }  // namespace
@@ -121,12 +128,14 @@ std::string OpenLifeline(uint64_t identity) {
   return "";
 }
 
-int ReachLifeline(uint64_t identity) {
+int ReachLifeline(uint64_t identity, uid_t user) {
   const int fd = MakeSocket();
   if (fd < 0) return -1;
   sockaddr_un address;
   const socklen_t size = LifelineAddress(identity, &address);
-  if (connect(fd, reinterpret_cast<sockaddr*>(&address), size) == 0) return fd;
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), size) == 0 && IsOfUser(fd, user)) {
+    return fd;
+  }
   close(fd);
   return -1;
 }

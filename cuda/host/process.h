@@ -1,6 +1,8 @@
 // A process as other processes of its machine know it, and how they learn that it has ended.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstdint>
 #include <string>
 
@@ -28,7 +30,8 @@ int OpenProcess(const ProcessCard& card, std::string* why);
 // once. "" or why not.
 std::string OpenLifeline(uint64_t identity);
 
-// The other end of a process's lifeline, or -1: there is none, or none yet.
-int ReachLifeline(uint64_t identity);
+// The other end of a process's lifeline, or -1: there is none, or none yet, or it is not of this
+// user, as anybody's socket may have the name once it is free.
+int ReachLifeline(uint64_t identity, uid_t user = geteuid());
 
 }  // namespace megamoe

@@ -166,6 +166,14 @@ def test_a_lifeline_may_come_later() -> None:
         assert [watcher.hear(), watcher.hear()] == ended(late)
 
 
+def test_a_lifeline_of_another_user_is_none() -> None:
+    with processes(2) as (watcher, other):
+        assert watcher.ask("reach", other.card.identity, os.geteuid()) == "not reached"
+        other.ask("lifeline")
+        assert watcher.ask("reach", other.card.identity, os.geteuid()) == "reached"
+        assert watcher.ask("reach", other.card.identity, os.geteuid() + 1) == "not reached"
+
+
 def test_forked_children_do_not_hide_the_end_from_a_pidfd() -> None:
     with processes(2) as (watcher, other):
         begin("watch", watcher, other)

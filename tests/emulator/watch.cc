@@ -5,6 +5,7 @@
 //   watch CARD       of another process; CARD is the five numbers. Prints "why TEXT" if it cannot
 //   far CARD         the same, as if the other process were in another pid namespace
 //   lifeline         opens that of this process, as processes in other pid namespaces do
+//   reach ID USER    prints "reached" or "not reached": the lifeline of ID, if it is of that user
 //   stop             no callback runs any more
 //   fork             a child that does nothing; prints "forked PID"
 //
@@ -48,6 +49,15 @@ void Watch(std::istringstream& line, bool is_far) {
   if (!why.empty()) Print("why " + why);
 }
 
+void Reach(std::istringstream& line) {
+  uint64_t identity = 0;
+  uid_t user = 0;
+  line >> identity >> user;
+  const int fd = megamoe::ReachLifeline(identity, user);
+  if (fd >= 0) close(fd);
+  Print(fd >= 0 ? "reached" : "not reached");
+}
+
 void Fork() {
   const pid_t child = fork();
   if (child != 0) return Print("forked " + std::to_string(child));
@@ -57,6 +67,7 @@ void Fork() {
 void Run(const std::string& command, std::istringstream& line) {
   const megamoe::ProcessCard own = OwnCard();
   if (command == "watch" || command == "far") return Watch(line, command == "far");
+  if (command == "reach") return Reach(line);
   if (command == "stop") return megamoe::ProcessWatch::Get().Stop();
   if (command == "fork") return Fork();
   if (command == "lifeline") return Print("opened" + megamoe::OpenLifeline(own.identity));

@@ -1,5 +1,8 @@
 """The backward at every size: exact by the oracle, and fused equal to its parts bitwise."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +10,7 @@ import pytest
 from jax_megamoe import _ffi
 from jax_megamoe.config import Dims
 from tests import device_oracle
-from tests.backward import launched, num_values_that_differ
+from tests.backward import kept_gradients, launched, num_values_that_differ
 from tests.cases import BF16, F32, ROUTINGS
 from tests.forward import one_rank
 from tests.sizes import LARGE, MODELS, large_case
@@ -20,13 +23,20 @@ def dims_for(ids: np.ndarray, *, experts: int, hidden: int, intermediate: int) -
 
 
 def check_oracle(
-    ids: np.ndarray, *, weight_dtype: np.dtype = BF16, experts: int, hidden: int, intermediate: int
+    ids: np.ndarray,
+    *,
+    run: Callable[..., Any] = launched,
+    weight_dtype: np.dtype = BF16,
+    experts: int,
+    hidden: int,
+    intermediate: int,
 ) -> None:
+    """run: `launched`, or of what the forward keeps."""
     sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate}
     *tokens, w_gate, w_up, w_down = device_oracle.operands(ids, **sizes)
     weights = [w.astype(weight_dtype) for w in (w_gate, w_up, w_down)]
     dy = device_oracle.cotangent(ids.shape[0], hidden)
-    found = launched(dy, *tokens, *weights, dims=dims_for(ids, **sizes))
+    found = run(dy, *tokens, *weights, dims=dims_for(ids, **sizes))
     assert device_oracle.gradients_wrong(found, ids, experts=experts) == {}
 
 
@@ -86,3 +96,10 @@ def test_float32_gradients_of_a_known_model() -> None:
 def test_offsets_beyond_32_bits(name: str) -> None:
     dims, ids = large_case(name)
     check_oracle(ids, experts=dims.E, hidden=dims.H, intermediate=dims.I)
+
+
+@pytest.mark.parametrize("name", ["pool", "intermediates"])
+def test_offsets_beyond_32_bits_of_what_is_kept(name: str) -> None:
+    """g and u, which are rows of 2I columns."""
+    dims, ids = large_case(name)
+    check_oracle(ids, run=kept_gradients, experts=dims.E, hidden=dims.H, intermediate=dims.I)

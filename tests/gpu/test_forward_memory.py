@@ -7,32 +7,15 @@ import pytest
 
 from jax_megamoe import _ffi, memory
 from jax_megamoe.config import Dims, MegaMoEConfig
-from tests import compare
+from tests import compare, memory_limits
 from tests.forward import SIZES, dims_of, forward, operands, random_batch
-from tests.forward_programs import counted
-from tests.process import run_on_gpu
 
 pytestmark = pytest.mark.gpu
 
 
 def test_too_little_memory_is_an_error_and_the_process_goes_on() -> None:
     """In a process that may take a twentieth of the device, and takes it at once."""
-    result = run_on_gpu(
-        "-m",
-        "tests.forward_programs",
-        "too_large",
-        XLA_PYTHON_CLIENT_MEM_FRACTION=".05",
-        XLA_PYTHON_CLIENT_PREALLOCATE="true",
-    )
-    assert result.returncode == 0, result.stderr
-    found = counted(result.stdout)
-    refused, limit = found["refused"], found["limit"]
-    assert f"JAX may take {limit} bytes of a device" in refused
-    for text in ("bytes of device memory at once", "are free now", "is pool", "(now .05)"):
-        assert text in refused
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in refused
-    assert found["refused_s"] < 5
-    assert "RESOURCE_EXHAUSTED" in found["exhausted"]
+    assert memory_limits.refused_s(".05", "true") < 5
 
 
 @pytest.mark.parametrize(
