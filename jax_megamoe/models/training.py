@@ -11,6 +11,7 @@ parameters and optimizer state but for the experts', which lie on the devices of
 are split over the others. Parameters, gradients and moments are float32.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -89,13 +90,16 @@ def experts_run_on(moe: MegaMoEConfig, *, H: int, I: int, R: int) -> str:
     """Which backend runs a layer of these sizes here, and why it is not the kernels; for people.
 
     Raises:
-      ValueError: the kernels are asked for and cannot run.
+      ValueError: the kernels are asked for by name and cannot run.
     """
-    reason = reason_for_reference(moe, H=H, I=I, R=R)
+    by_name = moe.backend == "cuda"
+    # By name they run for experts on several GPUs too.
+    open_call = dataclasses.replace(moe, backend="auto") if by_name else moe
+    reason = reason_for_reference(open_call, H=H, I=I, R=1 if by_name else R)
     if jax.default_backend() != "gpu" and moe.backend != "reference":
         reason = f"JAX runs on the {jax.default_backend()}"
-        if moe.backend == "cuda":
-            refuse(ValueError, "backend", f"'cuda', and {reason}", "'auto' or 'reference' here")
+    if by_name and reason:
+        refuse(ValueError, "backend", f"'cuda', but {reason}", "'auto' or 'reference' here")
     return f"the reference ({reason})" if reason else "the CUDA kernels"
 
 
@@ -229,9 +233,7 @@ def summed_loss(
     return total
 
 
-def keep_layout[M: nnx.Module](
-    model: M, optimizer: nnx.Optimizer
-) -> tuple[M, nnx.Optimizer]:
+def keep_layout[M: nnx.Module](model: M, optimizer: nnx.Optimizer) -> tuple[M, nnx.Optimizer]:
     """Constrains parameters and optimizer state to the layout of their metadata."""
     state = nnx.state((model, optimizer))
     nnx.update(

@@ -1,4 +1,4 @@
-"""What a training run of Qwen3-MoE is: one value, made in Python, of a file or of a command line."""
+"""What a training run of Qwen3-MoE is: a value, of a file, a command line or Python."""
 
 import argparse
 import dataclasses
@@ -124,7 +124,9 @@ def options() -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(TrainingConfig) if field.name != "model"]
 
 
-def from_dict(fields: Mapping[str, Any], *, folder: pathlib.Path = pathlib.Path()) -> TrainingConfig:
+def from_dict(
+    fields: Mapping[str, Any], *, folder: pathlib.Path = pathlib.Path()
+) -> TrainingConfig:
     """A run of its fields by name.
 
     Args:
