@@ -1,6 +1,6 @@
 """Trains a Qwen3-MoE on packed text: experts over some devices, all else stored split (FSDP).
 
-    python examples/train_qwen3_moe.py --config examples/qwen3/small.toml  # a minute or two on a CPU
+    python examples/train_qwen3_moe.py --config examples/qwen3/small.toml  # minutes on a CPU
     python examples/train_qwen3_moe.py --config examples/qwen3/small.toml --devices 4 --expert 2
     python examples/train_qwen3_moe.py --model qwen3-30b-a3b --layers 4 --expert 8 --seq 4096 \\
         --batch 64 --dataset Salesforce/wikitext,wikitext-103-raw-v1 --tokenizer Qwen/Qwen3-30B-A3B
@@ -93,10 +93,16 @@ class Run:
     """
 
     def __init__(
-        self, config: TrainingConfig, rows: list[report.Row], board: report.TensorBoard, bar: tqdm
+        self,
+        config: TrainingConfig,
+        devices: np.ndarray,
+        rows: list[report.Row],
+        board: report.TensorBoard,
+        bar: tqdm,
     ) -> None:
-        self._config, self._board, self._bar = config, board, bar
-        self.rows = rows
+        self._config, self._rows, self._board, self._bar = config, rows, board, bar
+        self._num_devices = devices.size
+        self._peak = flops.peak_flops(devices.flat[0].device_kind)
         self._since = time.perf_counter()
 
     def record(self, step: int, metrics: training.StepMetrics, of_step: float) -> None:
@@ -108,19 +114,17 @@ class Run:
         loss, norm, load = jax.device_get(metrics)
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        device = jax.devices()[0]
-        peak = flops.peak_flops(device.device_kind)
-        per_device = 1 / (seconds * jax.device_count())
+        per_device = 1 / (seconds * self._num_devices)
         imbalance = load.max(axis=1) / np.maximum(load.mean(axis=1), 1)
         row = report.Row(
             step=step,
             loss=float(loss),
             gradient_norm=float(norm),
             tokens_per_s_device=self._config.batch * self._config.seq * per_device,
-            mfu=None if peak is None else of_step * per_device / peak,
+            mfu=None if self._peak is None else of_step * per_device / self._peak,
             imbalance=[float(value) for value in imbalance],
         )
-        self.rows.append(row)
+        self._rows.append(row)
         self._board.add(row)
         of_peak = "" if row.mfu is None else f", MFU {row.mfu:.1%}"
         rate = f"{row.tokens_per_s_device:,.0f} tokens/s a device"
@@ -169,7 +173,7 @@ def train(
         contextlib.closing(data.prefetch(make, steps)) as batches,
         tqdm(total=config.steps, initial=len(rows), unit="step", mininterval=1.0) as bar,
     ):
-        run = Run(config, rows, board, bar)
+        run = Run(config, mesh.devices, rows, board, bar)
         given = None
         for step, (batch, of_step) in zip(steps, batches, strict=True):
             metrics = training.train_step(model, optimizer, batch, config)

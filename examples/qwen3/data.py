@@ -8,7 +8,7 @@ rows a step sees depends on the seed and the step alone.
 import collections
 import itertools
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -135,7 +135,7 @@ def segment_ids(rows: np.ndarray, end: int) -> np.ndarray:
     return 1 + np.cumsum(is_first, axis=1, dtype=np.int32)
 
 
-def prefetch[T](make: Callable[[int], T], steps: range, ahead: int = 2) -> Iterator[T]:
+def prefetch[T](make: Callable[[int], T], steps: range, ahead: int = 2) -> Generator[T]:
     """make(step) of each step in order, made by a thread while the steps before it run."""
     waiting: collections.deque[Any] = collections.deque()
     left = iter(steps)

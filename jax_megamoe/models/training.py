@@ -13,11 +13,12 @@ are split over the others. Parameters, gradients and moments are float32.
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jax_megamoe._backend import reason_for_reference
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.models.qwen3_moe import Qwen3Moe
-from jax_megamoe.models.training_config import TrainingConfig as TrainingConfig
+from jax_megamoe.models.training_config import TrainingConfig
 from jax_megamoe.nnx import MegaMoE
 from jax_megamoe.ops import GATE_UP_NAME
 from jax_megamoe.router import update_selection_bias
@@ -43,13 +44,13 @@ class Batch(NamedTuple):
     """The sequences of a step, of A microbatches of B, laid out as `BATCH_SPEC`.
 
     Attributes:
-      tokens: int32 [A, B, S + 1]: each position but the last predicts the next.
+      tokens: int32 [A, B, S + 1], numpy or jax: each position but the last predicts the next.
       segment_ids: int32 [A, B, S + 1], as `Qwen3Moe` takes them; a token of another sequence than
         the next one, or padding, predicts nothing. None: each row is one sequence.
     """
 
-    tokens: Array | np.ndarray
-    segment_ids: Array | np.ndarray | None = None
+    tokens: Any
+    segment_ids: Any = None
 
 
 class StepMetrics(NamedTuple):
@@ -66,24 +67,24 @@ class StepMetrics(NamedTuple):
     load: Array
 
 
-def make_mesh(config: TrainingConfig) -> jax.sharding.Mesh:
-    """The mesh (data, fsdp, expert) of all devices.
+def make_mesh(config: TrainingConfig, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+    """The mesh (data, fsdp, expert) of the given devices; None: of all that JAX has.
 
     Raises:
       ValueError: another number of devices than the config says, or one that does not divide the
         sequences of a microbatch.
     """
-    num_devices, others = jax.device_count(), config.data * config.expert
-    fsdp = config.fsdp or max(num_devices // others, 1)
-    sizes = (config.data, fsdp, config.expert)
-    if config.data * fsdp * config.expert != num_devices:
-        was = f"{sizes}, {config.data * fsdp * config.expert} devices"
-        refuse(ValueError, "data, fsdp and expert", was, f"the {num_devices} that JAX has")
-    if config.batch // config.microbatches % num_devices:
+    devices = jax.devices() if devices is None else devices
+    others = config.data * config.expert
+    sizes = (config.data, config.fsdp or max(len(devices) // others, 1), config.expert)
+    if math.prod(sizes) != len(devices):
+        may_be = f"what makes {len(devices)}, the number of devices"
+        refuse(ValueError, "data, fsdp and expert", sizes, may_be)
+    if config.batch // config.microbatches % len(devices):
         was = f"{config.batch} in {config.microbatches} microbatches"
-        may_be = f"a multiple of the {num_devices} devices in each"
-        refuse(ValueError, "batch", was, may_be)
-    return jax.make_mesh(sizes, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+        refuse(ValueError, "batch", was, f"a multiple of the {len(devices)} devices in each")
+    auto = (jax.sharding.AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(sizes, AXES, axis_types=auto, devices=devices)
 
 
 def experts_run_on(moe: MegaMoEConfig, *, H: int, I: int, R: int) -> str:

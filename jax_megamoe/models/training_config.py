@@ -116,6 +116,7 @@ class TrainingConfig:
         )
 
 
+_METAVARS: dict[Any, str] = {int: "N", float: "X"}
 _MAY_BE_0 = {"fsdp", "bias_speed", "loss_factor", "z_factor", "warmup", "weight_decay", "seed"}
 
 
@@ -153,8 +154,8 @@ def to_dict(config: TrainingConfig) -> dict[str, Any]:
     return json.loads(json.dumps(fields))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """An option for each field, a file that has them, and --layers."""
+def add_arguments(parser: argparse.ArgumentParser, *left_out: str) -> None:
+    """An option for each field but those left out, a file that has them, and --layers."""
     parser.add_argument(
         "--config", type=pathlib.Path, metavar="FILE", help="options of a TOML or JSON file"
     )
@@ -163,12 +164,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, help="of the model (default: all of them)")
     for field in options():
+        if field.name in left_out:
+            continue
         choices = field.metadata["choices"] or None
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             type=field.type,
             choices=choices,
-            metavar=None if choices else field.type.__name__.upper(),
+            metavar=None if choices else _METAVARS[field.type],
             help=f"{field.metadata['meaning']} (default: {field.default})",
         )
 
@@ -184,7 +187,7 @@ def from_arguments(args: argparse.Namespace) -> TrainingConfig:
     folder = pathlib.Path() if args.config is None else args.config.parent
     if args.model is not None:
         fields["model"], folder = args.model, pathlib.Path()
-    given = {field.name: getattr(args, field.name) for field in options()}
+    given = {field.name: getattr(args, field.name, None) for field in options()}
     fields |= {name: value for name, value in given.items() if value is not None}
     if args.layers is not None and "model" in fields:
         model = fields["model"]
