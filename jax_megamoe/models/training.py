@@ -170,7 +170,8 @@ def train_step(
     if config.balance == "bias":
         _move_selection_bias(model, load, config.bias_speed)
     keep_layout(model, optimizer)
-    return StepMetrics(loss, optax.global_norm(gradients), load)
+    squares = [jnp.sum(gradient**2) for gradient in jax.tree.leaves(gradients)]
+    return StepMetrics(loss, jnp.sqrt(jnp.stack(squares).sum()), load)
 
 
 def _gradients(model: Qwen3Moe, batch: Batch, config: TrainingConfig) -> tuple[Any, Array, Array]:
@@ -263,5 +264,5 @@ def _move_selection_bias(model: Qwen3Moe, load: Array, speed: float) -> None:
             first += num_layers
 
 
-def _is_stack_of_matrices(params: nnx.State) -> nnx.State:
+def _is_stack_of_matrices(params: Any) -> Any:
     return jax.tree.map(lambda value: value.ndim > 2, params)
