@@ -148,7 +148,6 @@ def train(
 
     Raises:
       UsageError: the loss is not finite; `rows` then ends with that step.
-      CheckpointError: the run to go on with is another one.
     """
     model, optimizer = training.create(
         config, learning_rate=args.learning_rate, steps=args.steps, seed=args.seed

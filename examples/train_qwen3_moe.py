@@ -1,8 +1,9 @@
 """Trains a Qwen3-MoE on packed text: experts over some devices, all else stored split (FSDP).
 
     python examples/train_qwen3_moe.py --config examples/qwen3/small.toml  # minutes on a CPU
-    python examples/train_qwen3_moe.py --config examples/qwen3/small.toml --devices 4 --expert 2
-    python examples/train_qwen3_moe.py --model qwen3-30b-a3b --layers 4 --expert 8 --seq 4096 \\
+    python examples/train_qwen3_moe.py --config examples/qwen3/small.toml --devices 4 \\
+        --expert-parallel 2
+    python examples/train_qwen3_moe.py --model qwen3-30b-a3b --layers 4 --expert-parallel 8 \\
         --batch 64 --dataset Salesforce/wikitext,wikitext-103-raw-v1 --tokenizer Qwen/Qwen3-30B-A3B
 
 With the package and its extra `examples` installed; from the checkout, with it on PYTHONPATH. The
@@ -40,7 +41,7 @@ from jax_megamoe.models.training_config import (
 )
 
 # Fields that may change between a run and what goes on with it: the bits are then others.
-MAY_CHANGE = ("data", "fsdp", "expert")
+MAY_CHANGE = ("data_parallel", "fsdp", "expert_parallel")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -51,7 +52,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=pathlib.Path, default=pathlib.Path("out"), help="where to write (./out)")
     add("--devices", type=int, help="simulate that many CPU devices")
     text = parser.add_mutually_exclusive_group()
-    text.add_argument("--text", help="a file or a directory (default: Python's standard library)")
+    text.add_argument("--data", help="a file or a directory (default: Python's standard library)")
     text.add_argument("--dataset", metavar="NAME[,CONFIG]", help="of Hugging Face; needs datasets")
     add("--text-field", default="text", help="of a row of --dataset (%(default)s)")
     add("--tokenizer", default=data.BYTES, help="bytes, or a Hugging Face model's: transformers")
@@ -73,6 +74,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UsageError("--resume needs --checkpoint, the folder of the run to go on with.")
     if args.tokens is not None and args.tokens.suffix != ".npy":
         raise UsageError(f"--tokens must end in .npy, but it is {args.tokens}.")
+    if args.tensorboard:
+        data.need_package("tensorboardX", "--tensorboard")
 
 
 def load_text(args: argparse.Namespace, config: TrainingConfig) -> data.Text:
@@ -82,7 +85,7 @@ def load_text(args: argparse.Namespace, config: TrainingConfig) -> data.Text:
             f"--tokenizer {args.tokenizer} has {tokenizer.size} tokens, but the model's vocab_size"
             f" is {config.model.vocab_size}."
         )
-    texts, source = data.documents(args.text, args.dataset, args.text_field)
+    texts, source = data.documents(args.data, args.dataset, args.text_field)
     return data.load_text(texts, source, tokenizer, args.most_tokens, args.tokens)
 
 
@@ -148,7 +151,6 @@ def train(
 
     Raises:
       UsageError: the loss is not finite; `rows` then ends with that step.
-      CheckpointError: the run to go on with is another one.
     """
     model, optimizer = training.create(config)
     if checkpoints:
@@ -205,7 +207,11 @@ def run(args: argparse.Namespace) -> int:
         simulate_devices(args.devices)
         mesh = training.make_mesh(config)
         model = config.model
-        sizes = {"H": model.hidden_size, "I": model.moe_intermediate_size, "R": config.expert}
+        sizes = {
+            "H": model.hidden_size,
+            "I": model.moe_intermediate_size,
+            "R": config.expert_parallel,
+        }
         experts = training.experts_run_on(config.experts, **sizes)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"{error}.") from error

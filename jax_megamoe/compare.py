@@ -1,6 +1,6 @@
 """The same training with this package's layer and without it, in a configuration of yours:
 
-    python -m jax_megamoe.compare --config run.toml [--expert 8 ...] [--png compare.png]
+    python -m jax_megamoe.compare --config run.toml [--expert-parallel 8 ...] [--png compare.png]
 
 Trains the Qwen3-MoE of the configuration (`jax_megamoe.models.training_config`; the options are its
 fields) first with the layer, then with its reference in plain JAX, from the same parameters on the
@@ -129,7 +129,8 @@ def judge(
     ours, others = of_rounds.mean(axis=0)
     ratios = of_rounds[:, 1] / of_rounds[:, 0]
     losses = np.array([[side.losses for side in sides] for sides in rounds])
-    differences = np.abs(losses[:, 0] - losses[:, 1]) / np.abs(losses[:, 1])
+    with np.errstate(invalid="ignore"):
+        differences = np.abs(losses[:, 0] - losses[:, 1]) / np.abs(losses[:, 1])
     differences = np.where(np.isfinite(differences), differences, np.inf).max(axis=0)
     return Outcome(
         tokens_per_s_device=(float(tokens_a_device / ours), float(tokens_a_device / others)),
@@ -194,7 +195,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _runs_on(config: TrainingConfig) -> str:
     model = config.model
-    sizes = {"H": model.hidden_size, "I": model.moe_intermediate_size, "R": config.expert}
+    sizes = {"H": model.hidden_size, "I": model.moe_intermediate_size, "R": config.expert_parallel}
     return experts_run_on(config.experts, **sizes)
 
 

@@ -30,6 +30,7 @@ RUN: dict[str, Any] = {
     "batch": BATCH,
     "loss_chunk": CHUNK,
     "precision": "float32",
+    "remat": "none",
     "steps": 8,
     "warmup": 1,
     "learning_rate": 1e-2,

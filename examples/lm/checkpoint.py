@@ -34,7 +34,8 @@ class Checkpoints:
       in_background: a save returns when the arrays are on the host, and is written meanwhile.
 
     Raises:
-      CheckpointError: the folder holds checkpoints and `resume` is False, or cannot be made.
+      CheckpointError: the folder holds checkpoints and `resume` is False, or of a run with other
+        settings, or cannot be made.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Checkpoints:
                 f"--checkpoint {folder} holds a run up to step {self.latest}; add --resume to go on"
                 " with it, or give another folder."
             )
+        self._rows = [] if self.latest is None else self._rows_of(self.latest)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -95,20 +97,9 @@ class Checkpoints:
         """Puts the latest state into `model` and `optimizer`, laid out as they are.
 
         Returns the rows up to it; none where there is no checkpoint.
-
-        Raises:
-          CheckpointError: it is of a run with other settings.
         """
         if self.latest is None:
             return []
-        saved = self._manager.restore(
-            self.latest, args=ocp.args.Composite(record=ocp.args.JsonRestore())
-        )["record"]
-        for name, value in self._settings.items():
-            if (was := saved["settings"].get(name)) != value:
-                raise CheckpointError(
-                    f"the run to resume had {name} = {was!r}, but this one has {value!r}."
-                )
         state = nnx.state((model, optimizer))
         target = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
@@ -116,4 +107,14 @@ class Checkpoints:
         arguments = ocp.args.Composite(state=ocp.args.StandardRestore(target))
         restored = self._manager.restore(self.latest, args=arguments)["state"]
         nnx.update((model, optimizer), restored)
-        return saved["rows"]
+        return self._rows
+
+    def _rows_of(self, step: int) -> list[list[Any]]:
+        saved = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))
+        for name, value in self._settings.items():
+            if (was := saved["record"]["settings"].get(name)) != value:
+                self._manager.close()
+                raise CheckpointError(
+                    f"the run to resume had {name} = {was!r}, but this one has {value!r}."
+                )
+        return saved["record"]["rows"]

@@ -1,6 +1,6 @@
 """A training step of Qwen3-MoE over a mesh: experts over some devices, everything stored split.
 
-    config = TrainingConfig(model=QWEN3_30B_A3B, expert=8)
+    config = TrainingConfig(model=QWEN3_30B_A3B, expert_parallel=8)
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
         model, optimizer = create(config)
@@ -75,11 +75,15 @@ def make_mesh(config: TrainingConfig, devices: Sequence[Any] | None = None) -> j
         sequences of a microbatch.
     """
     devices = jax.devices() if devices is None else devices
-    others = config.data * config.expert
-    sizes = (config.data, config.fsdp or max(len(devices) // others, 1), config.expert)
+    others = config.data_parallel * config.expert_parallel
+    sizes = (
+        config.data_parallel,
+        config.fsdp or max(len(devices) // others, 1),
+        config.expert_parallel,
+    )
     if math.prod(sizes) != len(devices):
         may_be = f"what makes {len(devices)}, the number of devices"
-        refuse(ValueError, "data, fsdp and expert", sizes, may_be)
+        refuse(ValueError, "data_parallel, fsdp and expert_parallel", sizes, may_be)
     if config.batch // config.microbatches % len(devices):
         was = f"{config.batch} in {config.microbatches} microbatches"
         refuse(ValueError, "batch", was, f"a multiple of the {len(devices)} devices in each")

@@ -54,9 +54,9 @@ class TrainingConfig:
     seq: int = _option(4096, "tokens of a sequence")
     batch: int = _option(8, "sequences of a step, over all devices and microbatches")
     microbatches: int = _option(1, "parts of a step's batch, whose gradients are added up")
-    data: int = _option(1, "devices along the mesh axis data")
+    data_parallel: int = _option(1, "devices along the mesh axis data")
     fsdp: int = _option(0, "devices along the mesh axis fsdp; 0: all that the others leave")
-    expert: int = _option(1, "devices that share the experts: 1, 2, 4 or 8")
+    expert_parallel: int = _option(1, "devices that share the experts: 1, 2, 4 or 8")
     moe: str = _option("megamoe", "the layer: this package's, or its reference in plain JAX", *MOES)
     backend: str = _option("auto", "of the layer megamoe, as docs/op.md says", *BACKENDS)
     precision: str = _option("bf16", "of the experts; all else is bf16 or float32", *PRECISIONS)
@@ -89,9 +89,11 @@ class TrainingConfig:
             elif not 0 <= value < math.inf or (least and not value):
                 may_be = f"finite and {'above' if least else 'at least'} 0"
                 refuse(ValueError, field.name, repr(value), may_be)
-        if self.expert not in RANK_COUNTS:
-            refuse(ValueError, "expert", self.expert, f"one of {RANK_COUNTS}")
-        check_size("model.num_experts", self.model.num_experts, INT32_MAX, multiple=self.expert)
+        if self.expert_parallel not in RANK_COUNTS:
+            refuse(ValueError, "expert_parallel", self.expert_parallel, f"one of {RANK_COUNTS}")
+        check_size(
+            "model.num_experts", self.model.num_experts, INT32_MAX, multiple=self.expert_parallel
+        )
         check_size("batch", self.batch, INT32_MAX, multiple=self.microbatches)
         check_size("seq", self.seq, INT32_MAX, multiple=self.positions_at_a_time)
         if self.precision == "fp8_block":

@@ -23,14 +23,14 @@ MESHES: dict[str, dict[str, Any]] = {
     "fsdp": {"num_devices": 4},
     "experts, microbatches, plain JAX": {
         "num_devices": 4,
-        "expert": 2,
+        "expert_parallel": 2,
         "microbatches": 2,
         "moe": "jax",
     },
 }
 FP8 = {
     "num_devices": 4,
-    "expert": 4,
+    "expert_parallel": 4,
     "microbatches": 2,
     "precision": "fp8_block",
     "balance": "loss",
@@ -95,7 +95,9 @@ def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     config = make_config(precision="fp8_block", microbatches=2, seed=5)
     with jax.set_mesh(training.make_mesh(config, jax.devices()[:1])):
         model, optimizer = nnx.eval_shape(lambda: training.create(config))
-        nnx.eval_shape(lambda *a: training.train_step(*a, config), model, optimizer, make_batch(2))
+        nnx.eval_shape(
+            lambda m, o, b: training.train_step(m, o, b, config), model, optimizer, make_batch(2)
+        )
         with pytest.raises(AssertionError, match="quantised by a call"):
             nnx.eval_shape(lambda m: m.hidden(jnp.zeros((4, 8), jnp.int32))[0], model)
 
@@ -153,8 +155,8 @@ def test_logits_are_never_whole() -> None:
 @pytest.mark.parametrize(
     ("changes", "num_devices", "argument", "was"),
     [
-        ({"data": 3}, 4, "data, fsdp and expert", r"\(3, 1, 1\)"),
-        ({"fsdp": 2}, 4, "data, fsdp and expert", r"\(1, 2, 1\)"),
+        ({"data_parallel": 3}, 4, "data_parallel, fsdp and expert_parallel", r"\(3, 1, 1\)"),
+        ({"fsdp": 2}, 4, "data_parallel, fsdp and expert_parallel", r"\(1, 2, 1\)"),
         ({"microbatches": 4}, 4, "batch", "8 in 4 microbatches"),
     ],
 )
