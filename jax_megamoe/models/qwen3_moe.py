@@ -186,7 +186,7 @@ class Qwen3Moe(nnx.Module):
             was, may_be = f"of length {len(quantized)}", f"one for each of {len(self.runs)} runs"
             refuse(ValueError, "quantized_experts", was, may_be)
         place = Place(tokens, segment_ids)
-        x = _rows(self._whole(self.embedding), tokens).astype(self.dtype)
+        x = self._rows(tokens).astype(self.dtype)
         found = []
         for run, of_run in zip(self.runs, quantized, strict=True):
             x, aux = self._apply_run(run, x, place, of_run)
@@ -231,9 +231,18 @@ class Qwen3Moe(nnx.Module):
         return variable.replace(storage.whole(variable, self.expert_axis))
 
     @property
-    def _rows_spec(self) -> P:
-        of_experts = () if self.expert_axis is None else (self.expert_axis,)
-        return P((*self.data_axes, *of_experts))
+    def _row_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the sequences."""
+        return (*self.data_axes, *([] if self.expert_axis is None else [self.expert_axis]))
+
+    def _rows(self, tokens: Array) -> Array:
+        """float32 [B, S, H] of the embedding, which lie as the tokens do."""
+        embedding = self._whole(self.embedding)
+        if self.fsdp_axes:
+            return storage.rows_of(embedding, tokens, self._row_axes)
+        spec = jax.typeof(tokens).sharding.spec
+        is_split = any(axis is not None for axis in spec)  # by explicit axes
+        return embedding.at[tokens].get(out_sharding=P(*spec, None) if is_split else None)
 
     def _apply_run(
         self, run: Block, x: Array, place: Place, quantized: QuantizedExperts | None
@@ -245,7 +254,7 @@ class Qwen3Moe(nnx.Module):
         def apply_layer(x: Array, layer: Any) -> tuple[Array, MegaMoEAux | None]:
             variables, quantized = layer
             if self.fsdp_axes:
-                x = jax.lax.with_sharding_constraint(x, self._rows_spec)
+                x = jax.lax.with_sharding_constraint(x, P(self._row_axes))
                 variables = jax.tree.map(self._gathered, variables, is_leaf=_is_variable)
             return nnx.merge(graph, variables)(x, place, quantized)
 
@@ -265,13 +274,6 @@ class Qwen3Moe(nnx.Module):
 
 def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
-
-
-def _rows(embedding: Array, tokens: Array) -> Array:
-    """[B, S, H], which lies as the tokens do where explicit mesh axes split them."""
-    spec = jax.typeof(tokens).sharding.spec
-    is_split = any(axis is not None for axis in spec)
-    return embedding.at[tokens].get(out_sharding=P(*spec, None) if is_split else None)
 
 
 def _runs_of(config: Qwen3MoeConfig) -> Iterator[tuple[bool, int]]:

@@ -85,6 +85,19 @@ def whole(variable: nnx.Param[Array], expert_axis: str | None) -> Array:
     return _gathered(value, P(*used), P(*spec))
 
 
+def rows_of(matrix: Array, idx: Array, axes: tuple[str, ...]) -> Array:
+    """[B, S, H] of a whole matrix [V, H] and int [B, S], whose first dimension `axes` split.
+
+    Each device adds up the gradients of its own positions, before they are summed over devices;
+    left to itself, XLA brings those of all positions to each device.
+    """
+
+    def of_a_device(matrix: Array, idx: Array) -> Array:
+        return jax.lax.pcast(matrix, axes, to="varying")[idx]
+
+    return jax.shard_map(of_a_device, in_specs=(P(), P(axes)), out_specs=P(axes))(matrix, idx)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered(value: Array, used: P, stored: P) -> Array:
     return _place(value, used)

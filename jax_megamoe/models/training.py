@@ -216,27 +216,34 @@ def summed_loss(
     """Sum of -log p(target) over the targets, float32 [], with few logits in memory.
 
     Args:
+      model: of `make_model`, on the mesh that is set.
       hidden: [B, S, H], of `model.hidden`.
       targets: int32 [B, S]. is_target: bool [B, S], which of them count.
       positions_at_a_time: that many of each sequence, a divisor of S, have their logits made
         together; the backward makes them again.
     """
-    matrix = model.output_matrix()
 
     def parts(a: Array) -> Array:
         batch, seq, *rest = a.shape
         chunks = a.reshape(batch, seq // positions_at_a_time, positions_at_a_time, *rest)
         return jnp.moveaxis(chunks, 1, 0)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        hidden, targets, is_target = part
-        logits = model.logits(hidden, matrix)
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return total + jnp.where(is_target, nll, 0.0).sum(), None
+    def of_a_device(matrix: Array, *rows: Array) -> Array:
+        # Varying before the scan, so that its gradient is summed over devices behind it, once.
+        matrix, zero = jax.lax.pcast((matrix, jnp.float32(0)), AXES, to="varying")
 
-    total, _ = jax.lax.scan(add, jnp.float32(0), tuple(map(parts, (hidden, targets, is_target))))
-    return total
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def add(total: Array, part: tuple[Array, ...]) -> tuple[Array, None]:
+            hidden, targets, is_target = part
+            logits = model.logits(hidden, matrix)
+            nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+            return total + jnp.where(is_target, nll, 0.0).sum(), None
+
+        total, _ = jax.lax.scan(add, zero, tuple(map(parts, rows)))
+        return jax.lax.psum(total, AXES)
+
+    run = jax.shard_map(of_a_device, in_specs=(P(), P(AXES), P(AXES), P(AXES)), out_specs=P())
+    return run(model.output_matrix(), hidden, targets, is_target)
 
 
 def keep_layout[M: nnx.Module](model: M, optimizer: nnx.Optimizer) -> tuple[M, nnx.Optimizer]:
