@@ -85,10 +85,11 @@ class Qwen3Moe(nnx.Module):
             and else the defaults, in bf16.
           expert_axis: mesh axis that splits the experts, or None for one device.
           data_axes: mesh axes that, with `expert_axis`, split the sequences.
-          fsdp_axes: automatic axes of the mesh that is set, over which each parameter is stored
-            split by one of its dimensions, and over `expert_axis` too where the experts are not.
-            One with no dimension that the devices divide stays whole.
-          selection_bias: the routers have one, see `jax_megamoe.nnx.MegaMoE`, [layers, E] of a run.
+          fsdp_axes: axes of the mesh that is set, all of which are automatic then, over which each
+            parameter is stored split by one of its dimensions, and over `expert_axis` too where the
+            experts are not. One with no dimension that the devices divide stays whole.
+          selection_bias: the routers have one, see `jax_megamoe.nnx.MegaMoE`, [layers, E] of a run;
+            checkpoints of Hugging Face have no place for it.
           dtype: of the activations, float32 or bfloat16.
           attention: "xla", any platform, or "cudnn", a GPU's fused attention: bfloat16 alone.
           scan: a run of layers is a scan over its parameters, so that one layer is compiled;

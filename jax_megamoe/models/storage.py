@@ -24,8 +24,8 @@ def check_fsdp_axes(axes: Any, expert_axis: str | None) -> None:
 
     Raises:
       TypeError: no tuple of names.
-      ValueError: no mesh is set, or an axis that it lacks, that is not automatic, or that splits
-        the experts.
+      ValueError: no mesh is set, or one with axes that are not automatic, or an axis that it lacks
+        or that splits the experts.
     """
     if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
         refuse(TypeError, "fsdp_axes", repr(axes), "a tuple of names of mesh axes")
@@ -33,8 +33,9 @@ def check_fsdp_axes(axes: Any, expert_axis: str | None) -> None:
         return
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    may_be = "automatic axes of the mesh of jax.set_mesh, which has to be set, each once"
-    if len(set(axes)) < len(axes) or any(types.get(axis) != AxisType.Auto for axis in axes):
+    is_known = len(set(axes)) == len(axes) and set(axes) <= set(types)
+    if not is_known or any(kind != AxisType.Auto for kind in types.values()):
+        may_be = "axes of the mesh of jax.set_mesh, each once, where that has automatic ones alone"
         refuse(ValueError, "fsdp_axes", f"{axes!r} with a mesh of {types}", may_be)
     if expert_axis in axes:
         may_be = f"other axes than expert_axis = {expert_axis!r}, which splits all else anyway"
@@ -47,7 +48,7 @@ def split(module: nnx.Module, axes: tuple[str, ...], expert_axis: str | None) ->
     Args:
       module: whose variables say in `out_sharding` how they lie. Those below `runs` are stacked
         over layers, their first dimension, which is never split: each layer is gathered by itself.
-      axes: automatic axes of the mesh that is set. What the axis of the experts splits is split
+      axes: of the mesh that is set. What the axis of the experts splits is split
         over them, everything else over that axis too.
       expert_axis: or None.
     """

@@ -193,8 +193,8 @@ def from_arguments(args: argparse.Namespace) -> TrainingConfig:
     fields |= {name: value for name, value in given.items() if value is not None}
     if args.layers is not None and "model" in fields:
         model = fields["model"]
-        table = {"base": model} if isinstance(model, str) else model
-        fields["model"] = table | {"num_hidden_layers": args.layers}
+        table = model if isinstance(model, Mapping) else {"base": model}
+        fields["model"] = {**table, "num_hidden_layers": args.layers}
     return from_dict(fields, folder=folder)
 
 

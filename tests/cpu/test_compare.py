@@ -1,6 +1,7 @@
 """`python -m jax_megamoe.compare`: what it measures, what it says, and its exit codes."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def test_what_cannot_be_is_refused(
 def test_a_picture_needs_matplotlib(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit):
         compare.main(["--config", str(config), "--png", "c.png"])
     assert "without the package matplotlib" in capsys.readouterr().err

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType
 
 from jax_megamoe import ops, update_selection_bias
 from jax_megamoe.models import storage, training
@@ -152,6 +154,34 @@ def test_logits_are_never_whole() -> None:
     assert max(rows - {128}) == BATCH * CHUNK  # 128: the output matrix, [H, V]
 
 
+def test_the_gradient_of_the_output_matrix_is_summed_over_devices_once() -> None:
+    """Not for each chunk of positions: no loop of the loss or its backward has a sum of it."""
+    config = make_config()
+    with jax.set_mesh(training.make_mesh(config, jax.devices()[:4])):
+        model, _ = nnx.eval_shape(lambda: training.create(config))
+        graph, parameters, state = nnx.split(model, nnx.Param, ...)
+
+        def loss(parameters: Any, hidden: jax.Array) -> jax.Array:
+            ones = jnp.ones((BATCH, SEQ), jnp.int32)
+            model = nnx.merge(graph, parameters, state)
+            return training.summed_loss(model, hidden, ones, ones > 0, CHUNK)
+
+        hidden = jax.ShapeDtypeStruct((BATCH, SEQ, 128), jnp.float32)
+        program = jax.make_jaxpr(jax.grad(loss))(parameters, hidden)
+    sums = list(sums_over_devices(program.jaxpr, in_loop=False))
+    assert [in_loop for shape, in_loop in sums if len(shape) == 2] == [False]
+
+
+def sums_over_devices(jaxpr: Any, in_loop: bool) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """The shape of each, and whether it is in a loop."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name.startswith("psum"):
+            yield from ((v.aval.shape, in_loop) for v in equation.outvars)
+        for inner in jaxprs_in_params(equation.params):
+            yield from sums_over_devices(inner, in_loop or name == "scan")
+
+
 @pytest.mark.parametrize(
     ("changes", "num_devices", "argument", "was"),
     [
@@ -168,6 +198,10 @@ def test_a_mesh_that_does_not_fit_is_refused(
         training.make_mesh(config, jax.devices()[:num_devices])
 
 
+def make_mesh(of_experts: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2), ("fsdp", "expert"), axis_types=(AxisType.Auto, of_experts))
+
+
 @pytest.mark.parametrize(
     ("axes", "error", "was"),
     [
@@ -175,16 +209,20 @@ def test_a_mesh_that_does_not_fit_is_refused(
         (("nothing",), ValueError, "nothing"),
         (("fsdp", "fsdp"), ValueError, "fsdp"),
         (("expert",), ValueError, "expert"),
-        (("explicit",), ValueError, "explicit"),
     ],
 )
 def test_axes_of_storage_are_refused_by_name(axes: Any, error: type[Exception], was: str) -> None:
-    types = (*(jax.sharding.AxisType.Auto,) * 2, jax.sharding.AxisType.Explicit)
-    mesh = jax.make_mesh((2, 2, 2), ("fsdp", "expert", "explicit"), axis_types=types)
-    with jax.set_mesh(mesh), refusal(error, "fsdp_axes", was, "ax[ei]s"):
+    with jax.set_mesh(make_mesh(AxisType.Auto)), refusal(error, "fsdp_axes", was, "ax[ei]s"):
         storage.check_fsdp_axes(axes, "expert")
+
+
+def test_storage_is_split_on_automatic_meshes_alone() -> None:
     with refusal(ValueError, "fsdp_axes", "fsdp", "jax.set_mesh"):
         storage.check_fsdp_axes(("fsdp",), None)
+    with jax.set_mesh(make_mesh(AxisType.Explicit)):
+        storage.check_fsdp_axes((), "expert")
+        with refusal(ValueError, "fsdp_axes", "Explicit", "automatic"):
+            storage.check_fsdp_axes(("fsdp",), "expert")
 
 
 def test_which_backend_runs_the_experts() -> None:

@@ -2,14 +2,20 @@
 
 import importlib
 import json
+import re
 import sys
 import threading
 import types
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from jax_megamoe.models import training
+from tests.qwen3_training import BATCH, SEQ, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -155,6 +161,38 @@ def test_the_record_has_a_column_for_each_layer(tmp_path: Path) -> None:
     assert lines[2] == "2,3.0,1.0,100.0,0.5,2.0,1.5,2.5"
 
 
+def test_a_loss_that_is_not_finite_ends_the_record() -> None:
+    shown: list[Any] = []
+    silent = types.SimpleNamespace(
+        add=shown.append, set_postfix_str=lambda *_, **__: None, update=lambda: None
+    )
+    rows: list[Any] = []
+    config = make_config()
+    run = script.Run(config, np.array(jax.devices()[:2]), rows, silent, silent)
+    load = jnp.array([[2, 2, 0, 0], [1, 1, 1, 1]])
+    run.record(7, training.StepMetrics(jnp.float32(3), jnp.float32(1), load), 1e9)
+    assert rows == shown and rows[0][:3] == (7, 3.0, 1.0)
+    assert rows[0].imbalance == [2.0, 1.0] and rows[0].mfu is None
+    with pytest.raises(script.UsageError, match="the loss became nan at step 8"):
+        run.record(8, training.StepMetrics(jnp.float32(np.nan), jnp.float32(1), load), 1e9)
+    assert [row.step for row in rows] == [7, 8]
+
+
+def test_mfu_and_tokens_are_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 12.0])
+    monkeypatch.setattr(script.time, "perf_counter", lambda: next(times))
+    device = types.SimpleNamespace(device_kind="NVIDIA H200")
+    silent = types.SimpleNamespace(
+        add=lambda row: None, set_postfix_str=lambda *_, **__: None, update=lambda: None
+    )
+    rows: list[Any] = []
+    run = script.Run(make_config(), np.array([device] * 4), rows, silent, silent)
+    metrics = training.StepMetrics(jnp.float32(3), jnp.float32(1), jnp.ones((1, 4), jnp.int32))
+    run.record(1, metrics, 2 * 4 * 989.4e12 / 2)
+    assert rows[0].mfu == pytest.approx(0.5)  # half of what four give in two seconds
+    assert rows[0].tokens_per_s_device == BATCH * SEQ / 2 / 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -192,4 +230,4 @@ def test_bad_input_is_refused_with_its_reason(
     assert script.main([*given, *arguments]) == 2
     last_line = capsys.readouterr().err.strip().splitlines()[-1]
     assert last_line.startswith("train_qwen3_moe: ")
-    assert __import__("re").search(message, last_line), last_line
+    assert re.search(message, last_line), last_line
