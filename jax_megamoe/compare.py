@@ -17,6 +17,7 @@ Exit codes, for scripts:
 import argparse
 import dataclasses
 import gc
+import importlib
 import json
 import pathlib
 import sys
@@ -187,7 +188,7 @@ def _check(options: argparse.Namespace) -> None:
         refuse(ValueError, "tolerance", options.tolerance, "at least 0")
     if options.png:
         try:
-            __import__("matplotlib")
+            importlib.import_module("matplotlib")
         except ImportError as error:
             needed = "given without the package matplotlib"
             refuse(ValueError, "png", f"{needed} ({error})", "given where it is installed")

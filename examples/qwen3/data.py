@@ -6,6 +6,7 @@ rows a step sees depends on the seed and the step alone.
 """
 
 import collections
+import importlib
 import itertools
 import pathlib
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -61,7 +62,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 def need_package(name: str, what: str) -> Any:
     """An optional package; DataError that names it, and who needs it, where it is not installed."""
     try:
-        return __import__(name)
+        return importlib.import_module(name)
     except ImportError as error:
         raise DataError(
             f"{what} needs the package {name}: pip install {name} ({error})."
@@ -102,7 +103,9 @@ def load_text(
         if cache is None:
             return Text(tokens, tokenizer.end, source)
         cache.parent.mkdir(parents=True, exist_ok=True)
-        np.save(cache, tokens)
+        unfinished = cache.with_suffix(".part.npy")  # of a run that is stopped here
+        np.save(unfinished, tokens)
+        unfinished.replace(cache)
     return Text(np.load(cache, mmap_mode="r"), tokenizer.end, f"{source}, kept in {cache}")
 
 
