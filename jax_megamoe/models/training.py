@@ -98,9 +98,10 @@ def experts_run_on(moe: MegaMoEConfig, *, H: int, I: int, R: int) -> str:
       ValueError: the kernels are asked for by name and cannot run.
     """
     by_name = moe.backend == "cuda"
-    # By name they run for experts on several GPUs too.
     open_call = dataclasses.replace(moe, backend="auto") if by_name else moe
-    reason = reason_for_reference(open_call, H=H, I=I, R=1 if by_name else R)
+    # Those of bf16 run by name for experts on several GPUs too.
+    num_ranks = 1 if by_name and moe.precision == "bf16" else R
+    reason = reason_for_reference(open_call, H=H, I=I, R=num_ranks)
     if jax.default_backend() != "gpu" and moe.backend != "reference":
         reason = f"JAX runs on the {jax.default_backend()}"
     if by_name and reason:
