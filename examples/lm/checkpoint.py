@@ -1,9 +1,9 @@
 """Checkpoints of a run with Orbax, from which it goes on as if it had never stopped.
 
 What a step depends on is saved: parameters and optimizer state; the number of the step, which with
-the seed says what text it sees; and the record so far. Arrays are saved
-whole, so a run may go on with other devices; the bits are those of an uninterrupted run where the
-devices are as many as before.
+the seed says what text it sees; and the record so far. Arrays are saved whole, so a run may go on
+with other devices; the bits are those of an uninterrupted run where the devices are as many as
+before.
 """
 
 import pathlib
