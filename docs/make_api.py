@@ -23,9 +23,12 @@ MODULES = (
     "models.qwen3_moe",
     "models.qwen3_weights",
     "models.safetensors",
+    "models.training_config",
+    "models.training",
+    "models.flops",
 )
 # Programs: what they say of themselves.
-PROGRAMS = ("doctor",)
+PROGRAMS = ("doctor", "compare")
 HEAD = """\
 # API reference
 

@@ -15,11 +15,9 @@ a CSV and a text sample below --out. Ctrl-C stops after the step in progress and
 
 import argparse
 import contextlib
-import dataclasses
 import hashlib
 import math
 import pathlib
-import signal
 import sys
 import time
 
@@ -29,10 +27,11 @@ from flax import nnx
 from lm import data, report, training
 from lm.checkpoint import CheckpointError, Checkpoints, Settings
 from lm.model import LanguageModel, ModelConfig, generate
+from lm.terminal import INTERRUPTED, StopRequest, UsageError, simulate_devices
 from tqdm import tqdm
 
-from jax_megamoe import reason_for_reference
 from jax_megamoe.config import BACKENDS, FP8_GROUP, PRECISIONS, RANK_COUNTS, MegaMoEConfig
+from jax_megamoe.models.training import experts_run_on
 
 HEAD_SIZE = 32
 EVALUATION_BATCHES = 4
@@ -42,11 +41,6 @@ SAMPLE_BYTES = 300
 TEMPERATURE = 0.7
 # The arguments that the steps of a run and its record depend on; any devices may go on with it.
 OF_THE_RUN = "steps eval_every batch seq layers hidden intermediate experts choices learning_rate"
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
-
-
-class UsageError(Exception):
-    """The arguments or the run cannot go on; the message is for the person at the terminal."""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -83,11 +77,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def make_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
     """A mesh ("data", "expert") of all devices, after simulating --devices CPU devices."""
-    if args.devices is not None:
-        if args.devices < 1:
-            raise UsageError(f"--devices must be at least 1, but it is {args.devices}.")
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.devices)
+    simulate_devices(args.devices)
     num_devices = jax.device_count()
     ranks = args.expert_parallel
     if ranks is None:
@@ -140,40 +130,6 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
     )
 
 
-def experts_run_on(config: ModelConfig, mesh: jax.sharding.Mesh) -> str:
-    """Which backend runs the experts, and why it is not the kernels.
-
-    Raises:
-      UsageError: the kernels are asked for and cannot run.
-    """
-    asked = config.moe.backend == "cuda"
-    moe = dataclasses.replace(config.moe, backend="auto") if asked else config.moe
-    reason = reason_for_reference(
-        moe, H=config.hidden, I=config.intermediate, R=mesh.shape["expert"]
-    )
-    if jax.default_backend() != "gpu":
-        reason = f"JAX runs on the {jax.default_backend()}"
-    if asked and reason:
-        raise UsageError(f"--backend cuda cannot run: {reason}.")
-    return f"the reference ({reason})" if reason else "the CUDA kernels"
-
-
-class StopRequest:
-    """Ctrl-C as a flag, read between steps; a second one interrupts at once."""
-
-    def __enter__(self) -> "StopRequest":
-        self.asked = False
-        self._previous = signal.signal(signal.SIGINT, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-
-    def _ask(self, *_: object) -> None:
-        self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def settings_of(args: argparse.Namespace, config: ModelConfig, corpus: data.Corpus) -> Settings:
     """What a run must share with the one that it goes on with."""
     text = hashlib.sha256(corpus.train.tobytes() + corpus.held_out.tobytes()).hexdigest()
@@ -192,13 +148,12 @@ def train(
 
     Raises:
       UsageError: the loss is not finite; `rows` then ends with that step.
-      CheckpointError: the run to go on with is another one.
     """
     model, optimizer = training.create(
         config, learning_rate=args.learning_rate, steps=args.steps, seed=args.seed
     )
     if checkpoints:
-        rows += checkpoints.restore(model, optimizer)
+        rows += [report.Row(*row) for row in checkpoints.restore(model, optimizer)]
     done = len(rows)
     with (
         StopRequest() as stop,
@@ -270,7 +225,11 @@ def run(args: argparse.Namespace) -> int:
     mesh = make_mesh(args)
     check_sizes(args, mesh)
     config = model_config(args)
-    backend = experts_run_on(config, mesh)
+    try:
+        ranks = mesh.shape["expert"]
+        backend = experts_run_on(config.moe, H=config.hidden, I=config.intermediate, R=ranks)
+    except ValueError as error:
+        raise UsageError(f"--{error}.") from error
     if config.moe.precision == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
     corpus = data.load_corpus(args.data, args.seq + 1)
@@ -300,7 +259,7 @@ def run(args: argparse.Namespace) -> int:
             model = train(args, config, corpus, checkpoints, rows)
         finally:
             if rows:  # a run that never began leaves an earlier one's files alone
-                report.write_csv(rows, args.out / "loss.csv")
+                report.write_csv(report.Row._fields, rows, args.out / "loss.csv")
                 report.write_curve(rows, entropy, args.out / "loss.png")
                 print(f"written: {args.out}/loss.csv, {args.out}/loss.png")
         sample = sample_text(model, args, mesh.size)

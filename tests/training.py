@@ -1,4 +1,4 @@
-"""The training example through its command line, in a process of its own."""
+"""The training examples through their command lines, each in a process of its own."""
 
 import csv
 import os
@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def command(*arguments: Any) -> list[str]:
-    return [sys.executable, str(ROOT / "examples" / "train_lm.py"), *map(str, arguments)]
+def command(*arguments: Any, script: str = "train_lm") -> list[str]:
+    return [sys.executable, str(ROOT / "examples" / f"{script}.py"), *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:
@@ -26,16 +30,31 @@ def environment() -> dict[str, str]:
     return {**inherited, **added}
 
 
-def train(*arguments: Any) -> subprocess.CompletedProcess[str]:
+def train(
+    *arguments: Any, script: str = "train_lm", **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*arguments), env=environment(), capture_output=True, text=True, timeout=600
+        command(*arguments, script=script),
+        env=environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 
-def rows(out: Path) -> list[dict[str, str]]:
+def rows(out: Path, name: str = "loss.csv") -> list[dict[str, str]]:
     """The record that a run has left in `out`."""
-    with (out / "loss.csv").open() as file:
+    with (out / name).open() as file:
         return list(csv.DictReader(file))
+
+
+def final_state(out: Path, step: int) -> list[np.ndarray]:
+    """Every array of the checkpoint of a step below `out`: parameters and optimizer state."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        folder = out / "run" / str(step) / "state"
+        metadata = checkpointer.metadata(folder).item_metadata.tree
+        target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), metadata)
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(checkpointer.restore(folder, target))]
 
 
 def write_text(folder: Path) -> None:

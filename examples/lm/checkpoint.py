@@ -1,19 +1,18 @@
 """Checkpoints of a run with Orbax, from which it goes on as if it had never stopped.
 
 What a step depends on is saved: parameters and optimizer state; the number of the step, which with
-the seed says what bytes it sees (`data.train_batch`); and the record so far. Arrays are saved
-whole, so a run may go on with other devices; the bits are those of an uninterrupted run where the
-devices are as many as before.
+the seed says what text it sees; and the record so far. Arrays are saved whole, so a run may go on
+with other devices; the bits are those of an uninterrupted run where the devices are as many as
+before.
 """
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from flax import nnx
-from lm.model import LanguageModel
-from lm.report import Row
 
 KEPT = 2
 
@@ -32,18 +31,29 @@ class Checkpoints:
       every: steps between two checkpoints.
       settings: JSON values that a run must share with what it goes on from.
       resume: whether the folder may hold checkpoints to go on from.
+      in_background: a save returns when the arrays are on the host, and is written meanwhile.
 
     Raises:
-      CheckpointError: the folder holds checkpoints and `resume` is False, or cannot be made.
+      CheckpointError: the folder holds checkpoints and `resume` is False, or of a run with other
+        settings, or cannot be made.
     """
 
-    def __init__(self, folder: pathlib.Path, every: int, settings: Settings, resume: bool) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        every: int,
+        settings: Settings,
+        resume: bool,
+        in_background: bool = False,
+    ) -> None:
         self._settings, self._every = settings, every
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"--checkpoint {folder} is no folder: {error}.") from error
-        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=KEPT, enable_async_checkpointing=in_background
+        )
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
         self.latest = self._manager.latest_step()
         if self.latest is not None and not resume:
@@ -51,6 +61,7 @@ class Checkpoints:
                 f"--checkpoint {folder} holds a run up to step {self.latest}; add --resume to go on"
                 " with it, or give another folder."
             )
+        self._rows = [] if self.latest is None else self._rows_of(self.latest)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -58,16 +69,22 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self._manager.close()
 
+    def is_time(self, step: int) -> bool:
+        return step % self._every == 0
+
     def save(
         self,
         step: int,
-        model: LanguageModel,
+        model: nnx.Module,
         optimizer: nnx.Optimizer,
-        rows: list[Row],
+        rows: Sequence[Sequence[Any]],
         is_last: bool,
     ) -> None:
-        """Saves the state after `step` if it is time, or the last step of this process."""
-        if step % self._every and not is_last:
+        """Saves the state after `step` if it is time, or the last step of this process.
+
+        rows: the record up to it, of JSON values.
+        """
+        if not (is_last or self.is_time(step)):
             return
         record = {"settings": self._settings, "rows": [list(row) for row in rows]}
         arguments = ocp.args.Composite(
@@ -76,24 +93,13 @@ class Checkpoints:
         )
         self._manager.save(step, args=arguments, force=True)
 
-    def restore(self, model: LanguageModel, optimizer: nnx.Optimizer) -> list[Row]:
+    def restore(self, model: nnx.Module, optimizer: nnx.Optimizer) -> list[list[Any]]:
         """Puts the latest state into `model` and `optimizer`, laid out as they are.
 
         Returns the rows up to it; none where there is no checkpoint.
-
-        Raises:
-          CheckpointError: it is of a run with other settings.
         """
         if self.latest is None:
             return []
-        saved = self._manager.restore(
-            self.latest, args=ocp.args.Composite(record=ocp.args.JsonRestore())
-        )["record"]
-        for name, value in self._settings.items():
-            if (was := saved["settings"].get(name)) != value:
-                raise CheckpointError(
-                    f"the run to resume had {name} = {was!r}, but this one has {value!r}."
-                )
         state = nnx.state((model, optimizer))
         target = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
@@ -101,4 +107,14 @@ class Checkpoints:
         arguments = ocp.args.Composite(state=ocp.args.StandardRestore(target))
         restored = self._manager.restore(self.latest, args=arguments)["state"]
         nnx.update((model, optimizer), restored)
-        return [Row(*row) for row in saved["rows"]]
+        return self._rows
+
+    def _rows_of(self, step: int) -> list[list[Any]]:
+        saved = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))
+        for name, value in self._settings.items():
+            if (was := saved["record"]["settings"].get(name)) != value:
+                self._manager.close()
+                raise CheckpointError(
+                    f"the run to resume had {name} = {was!r}, but this one has {value!r}."
+                )
+        return saved["record"]["rows"]

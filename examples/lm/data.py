@@ -34,9 +34,7 @@ def load_corpus(path: str | None, min_bytes: int) -> Corpus:
     Raises:
       DataError: the path does not exist, or a split is shorter than `min_bytes`.
     """
-    files = _stdlib_files() if path is None else _files_below(pathlib.Path(path))
-    texts = [text for text in map(_read_text, files) if text]
-    source = "the standard library of this Python" if path is None else path
+    texts, source = read_texts(path)
     if len(texts) == 1:
         cut = int(len(texts[0]) * (1 - HELD_OUT_SHARE))
         train, held_out = texts[0][:cut], texts[0][cut:]
@@ -51,6 +49,18 @@ def load_corpus(path: str | None, min_bytes: int) -> Corpus:
             )
     count = "1 file" if len(texts) == 1 else f"{len(texts)} files"
     return Corpus(_as_array(train), _as_array(held_out), f"{source} ({count})")
+
+
+def read_texts(path: str | None) -> tuple[list[bytes], str]:
+    """The texts of a file, of a directory or, with None, of Python's standard library, and a name
+    for where they come from; hidden, binary and empty files are left out.
+
+    Raises:
+      DataError: the path does not exist.
+    """
+    files = _stdlib_files() if path is None else _files_below(pathlib.Path(path))
+    texts = [text for text in map(_read_text, files) if text]
+    return texts, "the standard library of this Python" if path is None else path
 
 
 def train_batch(corpus: Corpus, seed: int, step: int, batch: int, seq: int) -> np.ndarray:

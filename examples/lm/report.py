@@ -2,6 +2,7 @@
 
 import csv
 import pathlib
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import matplotlib
@@ -24,10 +25,10 @@ class Row(NamedTuple):
     imbalance: float
 
 
-def write_csv(rows: list[Row], path: pathlib.Path) -> None:
+def write_csv(fields: Sequence[str], rows: Iterable[Sequence[object]], path: pathlib.Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(Row._fields)
+        writer.writerow(fields)
         writer.writerows(rows)
 
 

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from lm.model import LanguageModel, ModelConfig, cross_entropy
+
+from jax_megamoe.models.training import keep_layout, make_optimizer
 
 BALANCE_FACTOR = 0.01
 Z_FACTOR = 0.001
@@ -28,22 +29,18 @@ def create(
     config: ModelConfig, *, learning_rate: float, steps: int, seed: int
 ) -> tuple[LanguageModel, nnx.Optimizer]:
     """Draws the parameters, the same for every mesh, laid out as their metadata says."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=learning_rate,
-        warmup_steps=max(int(WARMUP_SHARE * steps), 1),
-        decay_steps=max(steps, 2),
-        end_value=0.0,
-    )
-    tx = optax.chain(
-        optax.clip_by_global_norm(GRADIENT_NORM_LIMIT),
-        optax.adamw(schedule, b2=0.95, weight_decay=WEIGHT_DECAY, mask=_is_matrix_of_a_layer),
+    tx = make_optimizer(
+        learning_rate=learning_rate,
+        steps=steps,
+        warmup=max(int(WARMUP_SHARE * steps), 1),
+        weight_decay=WEIGHT_DECAY,
+        gradient_norm=GRADIENT_NORM_LIMIT,
     )
 
     @nnx.jit
     def draw() -> tuple[LanguageModel, nnx.Optimizer]:
         model = LanguageModel(config, rngs=nnx.Rngs(seed))
-        return _keep_layout(model, nnx.Optimizer(model, tx, wrt=nnx.Param))
+        return keep_layout(model, nnx.Optimizer(model, tx, wrt=nnx.Param))
 
     return draw()
 
@@ -65,7 +62,7 @@ def train_step(
 
     gradients, metrics = nnx.grad(loss_of, has_aux=True)(model)
     optimizer.update(model, gradients)
-    _keep_layout(model, optimizer)
+    keep_layout(model, optimizer)
     return metrics
 
 
@@ -75,20 +72,3 @@ def evaluate(model: LanguageModel, sequences: np.ndarray) -> jax.Array:
     tokens = jax.lax.with_sharding_constraint(jnp.asarray(sequences), TOKENS)
     logits, _ = model(tokens[:, :-1])
     return cross_entropy(logits, tokens[:, 1:])
-
-
-def _keep_layout(
-    model: LanguageModel, optimizer: nnx.Optimizer
-) -> tuple[LanguageModel, nnx.Optimizer]:
-    """Constrains parameters and optimizer state to the layout of their metadata."""
-    state = nnx.state((model, optimizer))
-    nnx.update(
-        (model, optimizer),
-        jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)),
-    )
-    return model, optimizer
-
-
-def _is_matrix_of_a_layer(params: nnx.State) -> nnx.State:
-    """True where weight decay applies: not on norms [L, H] and the embedding [256, H]."""
-    return jax.tree.map(lambda value: value.ndim > 2, params)

@@ -12,6 +12,7 @@ from jax_megamoe import presets
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.models.qwen3_config import Qwen3MoeConfig
 from jax_megamoe.nnx import MegaMoE, MegaMoEAux
+from jax_megamoe.quantization import QuantizedExperts
 
 ATTENTIONS = ("xla", "cudnn")
 
@@ -142,6 +143,7 @@ class Block(nnx.Module):
         moe: MegaMoEConfig,
         expert_axis: str | None,
         data_axes: tuple[str, ...],
+        selection_bias: bool,
         dtype: DTypeLike,
         attention: str,
         rngs: nnx.Rngs,
@@ -161,7 +163,11 @@ class Block(nnx.Module):
             config.num_experts,
             config.num_experts_per_tok,
             config=moe,
-            router_config=dataclasses.replace(presets.QWEN3_MOE, renormalize=config.norm_topk_prob),
+            router_config=dataclasses.replace(
+                presets.QWEN3_MOE,
+                renormalize=config.norm_topk_prob,
+                selection_bias=selection_bias,
+            ),
             expert_axis=expert_axis,
             data_axes=data_axes,
             dtype=dtype,
@@ -169,12 +175,14 @@ class Block(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: Array, place: Place) -> tuple[Array, MegaMoEAux | None]:
+    def __call__(
+        self, x: Array, place: Place, quantized: QuantizedExperts | None = None
+    ) -> tuple[Array, MegaMoEAux | None]:
         x = x + self.attention(rms_norm(x, self.attention_norm[...], self.eps), place)
         h = rms_norm(x, self.mlp_norm[...], self.eps)
         if isinstance(self.mlp, Mlp):
             return x + self.mlp(h), None
-        y, aux = self.mlp(h, place.mask)
+        y, aux = self.mlp(h, place.mask, quantized_experts=quantized)
         return x + y, aux
 
 

@@ -76,7 +76,7 @@ def test_metadata_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert metadata["Version"] == PYPROJECT["project"]["version"]
     assert metadata["Requires-Python"] == ">=3.12"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"cuda13", "examples"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"cuda13", "examples", "text"}
     assert "Tag: cp312-abi3-" in (folder / "WHEEL").read_text()
 
 

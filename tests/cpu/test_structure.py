@@ -31,7 +31,8 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
 }
 
 # Modules of jax_megamoe by which others they may import; those in a folder by its name and theirs.
-# Nothing imports the package itself, which re-exports, nor models, but models.
+# Nothing imports the package itself, which re-exports, nor models, but models and the program that
+# trains them.
 _BASE_MODULES = {"config", "validation", "_guard", "_ids", "activation"}
 _QUANTIZED = {"quantization", "_quantized_checks"}
 _LEAVES = _BASE_MODULES | _QUANTIZED | {"plan", "memory", "reference", "_ffi"}
@@ -39,6 +40,7 @@ _CALL = _LEAVES | {"_backend", "ops", "sharding"}
 _ROUTER = {"_router_checks", "_router_losses", "presets", "router"}
 _LAYER = {"_layer", "_layer_checks"}
 _QWEN3_PARTS = {"models.qwen3_config", "models.qwen3_layers"}
+_TRAINING = {"models.training_config", "models.training"}
 _MODULES = _CALL | _ROUTER | _LAYER | {"nnx", "linen"}
 PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
@@ -70,10 +72,17 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"config", "validation", "layouts"},
     "models.__init__": set(),
     "models.qwen3_config": {"config", "validation"},
-    "models.qwen3_layers": {"config", "presets", "nnx", "models.qwen3_config"},
-    "models.qwen3_moe": {"config", "validation", "nnx"} | _QWEN3_PARTS,
+    "models.storage": {"validation"},
+    "models.qwen3_layers": {"config", "presets", "quantization", "nnx", "models.qwen3_config"},
+    "models.qwen3_moe": {"config", "validation", "quantization", "nnx", "models.storage"}
+    | _QWEN3_PARTS,
     "models.qwen3_weights": {"validation", "layouts", "weights", "models.qwen3_moe"} | _QWEN3_PARTS,
     "models.safetensors": {"validation"},
+    "models.flops": {"models.qwen3_config"},
+    "models.training_config": {"config", "validation"} | _QWEN3_PARTS,
+    "models.training": {"config", "validation", "_backend", "ops", "router", "nnx"}
+    | {"models.qwen3_moe", "models.training_config"},
+    "compare": {"validation"} | _TRAINING,
     "__init__": _MODULES,
     "_machine": {"_ffi"},
     "_diagnosis": _LEAVES | {"_backend", "_machine"},

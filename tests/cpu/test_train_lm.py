@@ -99,7 +99,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
         (["--devices", "4", "--expert-parallel", "3"], "--expert-parallel must be .* it is 3"),
         (["--expert-parallel", "0"], "--expert-parallel must be one of .* it is 0"),
         (["--seed", "-1"], "--seed must be at least 0, but it is -1"),
-        (["--backend", "cuda"], "--backend cuda cannot run: JAX runs on the cpu"),
+        (["--backend", "cuda"], "--backend: was 'cuda', but JAX runs on the cpu"),
         (["--choices", "5"], "--choices 5 must be at most --experts 4"),
         (["--steps", "0"], "--steps must be at least 1, but it is 0"),
     ],

@@ -6,12 +6,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
-from tests.training import rows, train, write_text
+from tests.training import final_state, rows, train, write_text
 
 TINY = "--steps 12 --eval-every 4 --batch 8 --seq 16 --layers 2 --hidden 32 --intermediate 8"
 TINY = f"{TINY} --experts 4 --learning-rate 0.01 --checkpoint-every 5".split()
@@ -44,15 +42,6 @@ def killed_after_step_10(whole: Path, out: Path) -> None:
     shutil.copytree(whole / "run" / "10", out / "run" / "10")
 
 
-def final_state(out: Path) -> list[np.ndarray]:
-    """Every array of the last checkpoint: parameters and optimizer state."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        folder = out / "run" / "12" / "state"
-        metadata = checkpointer.metadata(folder).item_metadata.tree
-        target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), metadata)
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(checkpointer.restore(folder, target))]
-
-
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     whole: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -67,7 +56,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
             del row["tokens_per_s"], expected["tokens_per_s"]
         assert row == expected
     assert (tmp_path / "sample.txt").read_bytes() == (whole / "sample.txt").read_bytes()
-    state, expected_state = final_state(tmp_path), final_state(whole)
+    state, expected_state = final_state(tmp_path, 12), final_state(whole, 12)
     assert len(state) > 20
     for a, b in zip(state, expected_state, strict=True):
         np.testing.assert_array_equal(a, b)

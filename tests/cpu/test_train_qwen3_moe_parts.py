@@ -1,0 +1,233 @@
+"""The parts of the Qwen3-MoE example: its text, its record, its refusals."""
+
+import importlib
+import json
+import re
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_megamoe.models import training
+from tests.qwen3_training import BATCH, SEQ, make_config
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+data, report, script = map(
+    importlib.import_module, ("qwen3.data", "qwen3.report", "train_qwen3_moe")
+)
+
+TOKENIZER = data.load_tokenizer("bytes")
+
+
+def make_text(*texts: str, most: int = 10**6, cache: Path | None = None) -> Any:
+    return data.load_text(iter(texts), "here", TOKENIZER, most, cache)
+
+
+def test_documents_end_and_are_told_apart() -> None:
+    text = make_text("ab", "\N{EURO SIGN}", "c")
+    assert text.tokens.tolist() == [97, 98, 256, 0xE2, 0x82, 0xAC, 256, 99, 256]
+    assert text.tokens.dtype == np.int32
+    assert data.segment_ids(text.tokens[None], text.end).tolist() == [[1, 1, 1, 2, 2, 2, 2, 3, 3]]
+    assert make_text("ab", "cd", most=4).tokens.tolist() == [97, 98, 256, 99]
+
+
+def test_tokens_are_kept_for_the_next_run(tmp_path: Path) -> None:
+    cache = tmp_path / "kept" / "tokens.npy"
+    first, again = make_text("abc", cache=cache), make_text("of another text", cache=cache)
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert isinstance(again.tokens, np.memmap) and "kept in" in again.source
+
+
+def test_each_pass_has_every_row_once_in_an_order_of_its_own() -> None:
+    text = data.Text(np.arange(41, dtype=np.int32), -1, "here")
+    steps = [data.rows_of_step(text, 0, step, 4, 4) for step in range(1, 6)]
+    starts = np.concatenate([rows[:, 0] for rows in steps])
+    assert all((rows == rows[:, :1] + np.arange(5)).all() for rows in steps)
+    for of_pass in (starts[:10], starts[10:]):
+        assert sorted(of_pass) == list(range(0, 40, 4))
+    assert starts[:10].tolist() != starts[10:].tolist()
+    np.testing.assert_array_equal(data.rows_of_step(text, 0, 3, 4, 4), steps[2])
+    assert not np.array_equal(data.rows_of_step(text, 1, 3, 4, 4), steps[2])
+    assert not np.shares_memory(data.rows_of_step(text, 0, 1, 1, 4), text.tokens)
+    with pytest.raises(data.DataError, match="too little text in here: 41 tokens"):
+        data.rows_of_step(text, 0, 1, 1, 41)
+
+
+def test_batches_are_made_ahead_in_order() -> None:
+    made, waits = [], threading.Event()
+
+    def make(step: int) -> int:
+        made.append(step)
+        if step == 3:
+            waits.set()
+        return step
+
+    batches = data.prefetch(make, range(1, 8))
+    assert next(batches) == 1
+    assert waits.wait(10) and made[:3] == [1, 2, 3]  # two are ready while the first runs
+    assert list(batches) == [2, 3, 4, 5, 6, 7]
+
+
+def test_what_making_raises_is_raised_where_it_is_taken() -> None:
+    def make(step: int) -> int:
+        if step == 2:
+            raise data.DataError("no such text")
+        return step
+
+    batches = data.prefetch(make, range(1, 5))
+    assert next(batches) == 1
+    with pytest.raises(data.DataError, match="no such text"):
+        next(batches)
+
+
+def test_a_data_set_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(*name: str, **how: Any) -> list[dict[str, str]]:
+        asked.append((name, how))
+        return [{"text": "ab"}, {"text": ""}, {"text": "c"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    texts, source = data.documents(None, "some/name,part", "text")
+    assert list(texts) == ["ab", "c"] and source == "some/name,part"
+    assert asked == [(("some/name", "part"), {"split": "train", "streaming": True})]
+    with pytest.raises(data.DataError, match="--text-field story is no field"):
+        data.documents(None, "some/name", "story")
+
+
+def test_a_tokenizer_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found:
+        eos_token_id: int | None = 7
+
+        def __len__(self) -> int:
+            return 9
+
+        def __call__(self, texts: list[str], **how: Any) -> dict[str, list[list[int]]]:
+            assert how["add_special_tokens"] is False
+            return {"input_ids": [[len(text)] for text in texts]}
+
+    auto = types.SimpleNamespace(from_pretrained=lambda name: Found())
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=auto))
+    tokenizer = data.load_tokenizer("some/model")
+    assert tokenizer.size == 9
+    text = data.load_text(iter(["ab", "c"]), "here", tokenizer, 99, None)
+    assert text.tokens.tolist() == [2, 7, 1, 7]
+    monkeypatch.setattr(Found, "eos_token_id", None)
+    with pytest.raises(data.DataError, match="no token for the end"):
+        data.load_tokenizer("some/model")
+
+
+def make_row(step: int, mfu: float | None = None) -> Any:
+    return report.Row(step, 3.0, 1.0, 100.0, mfu, [1.5, 2.5])
+
+
+def test_what_tensorboard_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, closed = [], []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            assert (folder, purge_step) == (str(tmp_path), 5)
+
+        def add_scalar(self, *scalar: Any) -> None:
+            shown.append(scalar)
+
+        def close(self) -> None:
+            closed.append(True)
+
+    package = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "tensorboardX", package)
+    with report.TensorBoard(tmp_path, 5) as board:
+        board.add(make_row(5))
+    assert ("loss", 3.0, 5) in shown and ("imbalance_1", 2.5, 5) in shown and closed
+    assert {name for name, *_ in shown}.isdisjoint({"step", "mfu"})
+    with report.TensorBoard(None, 1) as board:
+        board.add(make_row(1))
+    assert len(closed) == 1
+
+
+def test_the_record_has_a_column_for_each_layer(tmp_path: Path) -> None:
+    report.write([make_row(1, 0.4), make_row(2, 0.5)], tmp_path)
+    lines = (tmp_path / "run.csv").read_text().splitlines()
+    assert lines[0] == (
+        "step,loss,gradient_norm,tokens_per_s_device,mfu,imbalance,imbalance_0,imbalance_1"
+    )
+    assert lines[2] == "2,3.0,1.0,100.0,0.5,2.0,1.5,2.5"
+
+
+def test_a_loss_that_is_not_finite_ends_the_record() -> None:
+    shown: list[Any] = []
+    silent = types.SimpleNamespace(
+        add=shown.append, set_postfix_str=lambda *_, **__: None, update=lambda: None
+    )
+    rows: list[Any] = []
+    config = make_config()
+    run = script.Run(config, np.array(jax.devices()[:2]), rows, silent, silent)
+    load = jnp.array([[2, 2, 0, 0], [1, 1, 1, 1]])
+    run.record(7, training.StepMetrics(jnp.float32(3), jnp.float32(1), load), 1e9)
+    assert rows == shown and rows[0][:3] == (7, 3.0, 1.0)
+    assert rows[0].imbalance == [2.0, 1.0] and rows[0].mfu is None
+    with pytest.raises(script.UsageError, match="the loss became nan at step 8"):
+        run.record(8, training.StepMetrics(jnp.float32(np.nan), jnp.float32(1), load), 1e9)
+    assert [row.step for row in rows] == [7, 8]
+
+
+def test_mfu_and_tokens_are_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 12.0])
+    monkeypatch.setattr(script.time, "perf_counter", lambda: next(times))
+    device = types.SimpleNamespace(device_kind="NVIDIA H200")
+    silent = types.SimpleNamespace(
+        add=lambda row: None, set_postfix_str=lambda *_, **__: None, update=lambda: None
+    )
+    rows: list[Any] = []
+    run = script.Run(make_config(), np.array([device] * 4), rows, silent, silent)
+    metrics = training.StepMetrics(jnp.float32(3), jnp.float32(1), jnp.ones((1, 4), jnp.int32))
+    run.record(1, metrics, 2 * 4 * 989.4e12 / 2)
+    assert rows[0].mfu == pytest.approx(0.5)  # half of what four give in two seconds
+    assert rows[0].tokens_per_s_device == BATCH * SEQ / 2 / 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dataset", "some/name"], "--dataset some/name needs the package datasets: pip install"),
+        (["--tokenizer", "some/model"], "some/model needs the package transformers: pip install"),
+        (["--tensorboard"], "--tensorboard needs the package tensorboardX: pip install"),
+        (["--data", "no/such"], "--data no/such: no such file"),
+        (["--resume"], "--resume needs --checkpoint"),
+        (["--most-tokens", "0"], "--most-tokens must be at least 1, but it is 0"),
+        (["--most-tokens", "5"], "too little text in .*: 5 tokens"),
+        (["--tokens", "tokens.bin"], "--tokens must end in .npy, but it is tokens.bin"),
+        (["--batch", "6"], "batch: was 6 in 1 microbatches"),
+        (["--precision", "bf16", "--backend", "cuda"], "backend: was 'cuda', but JAX runs on"),
+        (["--model", "SMALL"], "--tokenizer bytes has 257 tokens, but .* vocab_size is 256"),
+        (["--config", "missing.toml"], "missing.toml"),
+    ],
+)
+def test_bad_input_is_refused_with_its_reason(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    for package in ("datasets", "transformers", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, package, None)
+    small = ROOT / "examples" / "qwen3" / "small.toml"
+    table = {"base": "qwen3-30b-a3b", "vocab_size": 256, "num_hidden_layers": 1}
+    (tmp_path / "small.json").write_text(json.dumps({"model": table}))
+    if arguments == ["--model", "SMALL"]:
+        small, arguments = tmp_path / "small.json", []
+    given = ["--config", str(small), "--data", __file__, "--out", str(tmp_path / "out")]
+    if "--dataset" in arguments or "--data" in arguments:
+        given[2:4] = []
+    assert script.main([*given, *arguments]) == 2
+    last_line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last_line.startswith("train_qwen3_moe: ")
+    assert re.search(message, last_line), last_line
