@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from _shapes import SEED, normal
 from _timing import Run
 
-from jax_megamoe import ClampedSwiGLU, mega_moe
+from jax_megamoe import ClampedSwiGLU, QuantizedExperts, mega_moe, quantize_expert_weights
 from jax_megamoe.config import SAVES
 
 # x, expert_idx, expert_weight, w_gate, w_up, w_down -> y
@@ -38,22 +38,42 @@ class Implementation:
 
 
 def jax_run(
-    layer: Layer, pass_name: str, arrays: list[jax.Array], *, trainable: bool = True
+    layer: Layer,
+    pass_name: str,
+    arrays: list[jax.Array],
+    *,
+    trainable: bool = True,
+    quantized: QuantizedExperts | None = None,
 ) -> Run:
     """A pass of a JAX layer, a program of its own.
 
     forward returns y; backward dx, dw and, of trainable experts, the weights' gradients, from what
-    one forward kept; forward_backward all of them.
+    one forward kept; forward_backward all of them. quantized: what the layer takes beside its
+    arrays, by the name of `mega_moe`.
     """
+
+    def with_quantized(quantized: QuantizedExperts | None) -> Layer:
+        if quantized is None:
+            return layer
+        return functools.partial(layer, quantized_experts=quantized)
+
+    def forward(quantized: QuantizedExperts | None, *arrays: jax.Array) -> Any:
+        return with_quantized(quantized)(*arrays)
+
+    def pulled(quantized: QuantizedExperts | None, *arrays: jax.Array) -> Any:
+        return _differentiated(with_quantized(quantized), trainable, *arrays)
+
+    def whole(quantized: QuantizedExperts | None, dy: jax.Array, *arrays: jax.Array) -> Any:
+        return with_gradients(with_quantized(quantized), dy, *arrays, trainable=trainable)
+
     if pass_name == "forward":
-        return Run(functools.partial(jax.jit(layer), *arrays), jax.block_until_ready)
+        return Run(functools.partial(jax.jit(forward), quantized, *arrays), jax.block_until_ready)
     dy = normal(jax.random.key(SEED + 1), arrays[0].shape, "bf16")
     if pass_name == "backward":
-        _, pull = jax.jit(functools.partial(_differentiated, layer, trainable))(*arrays)
+        _, pull = jax.jit(pulled)(quantized, *arrays)
         call = functools.partial(jax.jit(lambda pull, dy: pull(dy)), pull, dy)
     else:
-        whole = functools.partial(with_gradients, layer, trainable=trainable)
-        call = functools.partial(jax.jit(whole), dy, *arrays)
+        call = functools.partial(jax.jit(whole), quantized, dy, *arrays)
     return Run(call, jax.block_until_ready)
 
 
@@ -99,6 +119,27 @@ def jax_megamoe_clamped_bias(pass_name: str, save: str, arrays: list[jax.Array])
     shapes = [(w_gate.shape[0], n) for n in columns]
     biases = [normal(key, shape, "float32") for key, shape in zip(keys, shapes, strict=True)]
     return jax_run(layer, pass_name, [*arrays, *biases])
+
+
+def jax_megamoe_fp8(pass_name: str, save: str, arrays: list[jax.Array]) -> Run:
+    """In FP8, with weights that a step has quantised before."""
+    quantized = jax.jit(quantize_expert_weights)(*arrays[3:])
+    return jax_run(_fp8_layer(save), pass_name, arrays, quantized=quantized)
+
+
+def jax_megamoe_fp8_per_call(pass_name: str, save: str, arrays: list[jax.Array]) -> Run:
+    """In FP8, each pass of which quantises the weights for itself."""
+    return jax_run(_fp8_layer(save), pass_name, arrays)
+
+
+def _fp8_layer(save: str) -> Layer:
+    return functools.partial(mega_moe, backend=backend(), save=save, precision="fp8_block")
+
+
+def quantization(_: str, __: str, arrays: list[jax.Array]) -> Run:
+    """What a step in FP8 does once for all of its passes."""
+    call = functools.partial(jax.jit(quantize_expert_weights), *arrays[3:])
+    return Run(call, jax.block_until_ready)
 
 
 def backend() -> str:
@@ -209,13 +250,27 @@ def torch_layer(weights: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
     return layer, [a.transpose(-2, -1).contiguous().transpose(-2, -1) for a in weights]
 
 
+def torch_scaled_grouped_mm(pass_name: str, _: str, arrays: list[jax.Array]) -> Run:
+    """In FP8 with a scale a row, of weights that are quantised before."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from _torch_fp8 import fp8_layer
+    from _torch_run import torch_run
+
+    x, ids, w, *weights = (torch.from_dlpack(a) for a in arrays)
+    return torch_run(fp8_layer(weights), pass_name, x, ids, w, *weights)
+
+
 IMPLEMENTATIONS = {
     implementation.name: implementation
     for implementation in (
         Implementation("jax_megamoe", jax_megamoe, SAVES),
         Implementation("jax_megamoe_frozen", jax_megamoe_frozen, SAVES),
         Implementation("jax_megamoe_clamped_bias", jax_megamoe_clamped_bias, SAVES),
+        Implementation("jax_megamoe_fp8", jax_megamoe_fp8, SAVES),
+        Implementation("jax_megamoe_fp8_per_call", jax_megamoe_fp8_per_call, SAVES),
+        Implementation("quantize_expert_weights", quantization, ("none",)),
         Implementation("torch_grouped_mm", torch_grouped_mm, ("activations",)),
+        Implementation("torch_scaled_grouped_mm", torch_scaled_grouped_mm, ("activations",)),
         Implementation("tokamax_ragged_dot", tokamax_ragged_dot, ("activations",)),
         Implementation("lax_ragged_dot", lax_ragged_dot, ("activations",)),
     )

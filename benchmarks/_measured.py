@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from _implementations import IMPLEMENTATIONS, device_copy, jax_megamoe, matmul
-from _report import ALL_OURS, FROZEN, OURS, Named
-from _shapes import DTYPES, SEED, Shape, bound_ms, inputs
+from _report import ALL_OURS, BY_NAME, DTYPES, FROZEN, OURS, QUANTIZATION, Named
+from _shapes import DTYPES as WEIGHT_DTYPES
+from _shapes import SEED, Shape, bound_ms, inputs
 from _timing import Clock, Figures, Method, Run, Timed, caught, measure
 
 from jax_megamoe.config import SAVES
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 2**30
-WEIGHTS = tuple(DTYPES)
+WEIGHTS = tuple(WEIGHT_DTYPES)
 Record = dict[str, Any]
 Make = Callable[[], Timed]
 
@@ -50,14 +51,15 @@ def variants(
     """Of jax_megamoe all that were asked for, of the shape's peers those that there are.
 
     A forward without a gradient keeps nothing: there `save` is "none" for all, and experts that
-    are not trained make no difference. They are measured when `only` names them, and so are those
-    of gpt-oss.
+    are not trained make no difference. What is in `BY_NAME` is measured when `only` names it, the
+    quantisation of weights beside forwards.
     """
     found = []
+    by_default = [OURS, *(peer for peer in shape.peers if peer not in BY_NAME)]
     for name in (*ALL_OURS, *shape.peers):
-        if name not in (only or (OURS, *shape.peers)):
+        if name not in (only or by_default):
             continue
-        if name == FROZEN and pass_name == "forward":
+        if name == (FROZEN if pass_name == "forward" else QUANTIZATION):
             continue
         ours = name in ALL_OURS
         kept = IMPLEMENTATIONS[name].saves
@@ -82,7 +84,7 @@ def record(
     described: Record = {
         "impl": variant.impl,
         "pass": pass_name,
-        "dtype": "bf16",
+        "dtype": DTYPES.get(variant.impl, "bf16"),
         "ep": variant.ep,
         "tokens": shape.T,
         "hidden": shape.H,
@@ -98,16 +100,24 @@ def record(
     }
     if isinstance(result, str):
         return described | {"error": result}
-    flops = shape.useful_flops(pass_name, trainable=variant.impl != FROZEN)
-    tflops = flops / result.ms * 1e-9
-    return described | {
+    measured = {
         "ms": round(result.ms, 4),
         "ms_spread": round(result.ms_spread, 4),
         "clock_mhz": result.clock_mhz,
-        "tflops": round(tflops, 1),
-        "matmul_tflops": round(matmul_tflops, 1),
-        "fraction": round(tflops / matmul_tflops, 4),
     }
+    if variant.impl == QUANTIZATION:
+        return described | {"pass": "quantization"} | measured
+    flops = shape.useful_flops(pass_name, trainable=variant.impl != FROZEN)
+    tflops = flops / result.ms * 1e-9
+    return (
+        described
+        | measured
+        | {
+            "tflops": round(tflops, 1),
+            "matmul_tflops": round(matmul_tflops, 1),
+            "fraction": round(tflops / matmul_tflops, 4),
+        }
+    )
 
 
 def matmul_rate(figures: dict[str, Figures], size: int) -> float:

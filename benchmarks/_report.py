@@ -9,7 +9,15 @@ Named = tuple[str, Record]  # with the name of its shape
 OURS = "jax_megamoe"
 FROZEN = "jax_megamoe_frozen"  # with experts that are not trained
 CLAMPED_BIAS = "jax_megamoe_clamped_bias"  # with the activation and the biases of gpt-oss
-ALL_OURS = (OURS, FROZEN, CLAMPED_BIAS)
+FP8 = "jax_megamoe_fp8"  # of weights that are quantised before
+FP8_PER_CALL = "jax_megamoe_fp8_per_call"
+QUANTIZATION = "quantize_expert_weights"  # of all of them, which is no pass
+ALL_OURS = (OURS, FROZEN, CLAMPED_BIAS, FP8, FP8_PER_CALL, QUANTIZATION)
+FP8_PEER = "torch_scaled_grouped_mm"
+# What is measured by name alone.
+BY_NAME = (*ALL_OURS[1:], FP8_PEER)
+# The dtype of the operands of products, where it is not bf16.
+DTYPES = {FP8: "fp8_block", FP8_PER_CALL: "fp8_block", FP8_PEER: "fp8_rows"}
 COLUMNS = (
     "shape",
     "pass",
@@ -46,8 +54,8 @@ def table(named: Sequence[Named]) -> str:
             f"{record['ms']:.3f}",
             f"{record['ms_spread']:.3f}",
             record["clock_mhz"] or "",
-            f"{record['tflops']:.1f}",
-            f"{record['fraction']:.3f}",
+            f"{record['tflops']:.1f}" if "tflops" in record else "",
+            f"{record['fraction']:.3f}" if "fraction" in record else "",
             f"{record['ms'] / ours['ms']:.2f}" if ours else "",
             record.get("bound_ratio", ""),
             record.get("over_ep1", ""),
@@ -101,7 +109,7 @@ def draw(path: pathlib.Path, named: Sequence[Named], device: str) -> None:
         if i == 0 or label != labels[i - 1]:
             y += 1.4
             axes.text(0, y - 0.75, label, fontweight="bold", va="center")
-        fraction = record.get("fraction", 0.0)
+        fraction = record.get("fraction", 0.0)  # of what is no pass, too
         axes.barh(y, fraction, 0.8, color=_colour(record))
         text = f" {fraction:.2f}   {record['ms']:.2f} ms" if "ms" in record else " failed"
         axes.text(fraction, y, text, va="center")

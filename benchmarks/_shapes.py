@@ -45,7 +45,7 @@ class Shape:
         return float(factor) * self.T * self.K * self.H * self.I
 
 
-PEERS = ("torch_grouped_mm", "tokamax_ragged_dot")
+PEERS = ("torch_grouped_mm", "torch_scaled_grouped_mm", "tokamax_ragged_dot")
 RANK_PEERS = ("tokamax_all_gather", "torch_all_to_all")
 BASE = Shape("30B", T=16384, K=8, E=128, H=2048, I=768, peers=PEERS)
 
@@ -93,7 +93,7 @@ SETS: dict[str, tuple[Shape, ...]] = {
         _variant("zipf", routing="zipf", R=2),
         _variant("one-hot", routing="one-hot", R=2),
     ),
-    "tiny": (Shape("tiny", T=96, K=2, E=4, H=64, I=64, peers=(*PEERS, "lax_ragged_dot")),),
+    "tiny": (Shape("tiny", T=96, K=2, E=4, H=128, I=128, peers=(*PEERS, "lax_ragged_dot")),),
     "ranks-tiny": (Shape("tiny", T=96, K=2, E=4, H=64, I=64, peers=RANK_PEERS, R=2),),
     "ranks-tiny-cliffs": (
         Shape("tiny", T=96, K=2, E=4, H=64, I=64, R=2),

@@ -17,7 +17,10 @@ By default a forward and a forward with its backward are measured, each in round
 gradients of one forward again and again, `backward`, say where the time of the two goes.
 `--only jax_megamoe jax_megamoe_frozen` also measures experts that are not trained: without their
 gradients a backward has 6 T K H I useful FLOPs. `--only jax_megamoe jax_megamoe_clamped_bias` has
-the experts of gpt-oss beside those of SwiGLU, with clamped SwiGLU and biases.
+the experts of gpt-oss beside those of SwiGLU, with clamped SwiGLU and biases. `--only jax_megamoe
+jax_megamoe_fp8 jax_megamoe_fp8_per_call quantize_expert_weights torch_scaled_grouped_mm` has FP8
+beside bf16: of weights that are quantised before, as a step does it once, or by each pass; the time
+of that; and PyTorch's, with a scale a row.
 
 What fails is reported as that: its record holds the error's text in place of figures, and the
 program ends with 1 if jax_megamoe itself failed. `--set tiny` and, with XLA_FLAGS saying
@@ -46,7 +49,7 @@ from _ranks import (
     run_ranks_against_bound,
 )
 from _record import device, write
-from _report import ALL_OURS, CLAMPED_BIAS, FROZEN, OURS, Named, draw, table
+from _report import ALL_OURS, BY_NAME, OURS, Named, draw, table
 from _shapes import FLOP_FACTORS, RANK_PEERS, SETS, Shape
 from _timing import Clock, Method
 from _workers import Workers
@@ -84,7 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=(*IMPLEMENTATIONS, *RANK_PEERS),
         default=[],
         metavar="NAME",
-        help=f"implementations to measure, all but {FROZEN} and {CLAMPED_BIAS} unless said: "
+        help=f"implementations to measure, all but {', '.join(BY_NAME)} unless said: "
         f"{', '.join(IMPLEMENTATIONS)}; over several GPUs {OURS}, {', '.join(RANK_PEERS)}",
     )
     parser.add_argument(
