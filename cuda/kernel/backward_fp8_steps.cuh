@@ -15,7 +15,7 @@ namespace megamoe {
 
 // x [Wg | Wu], as in the forward: of 128 columns of each, the first or the second of an item.
 template <int kHalf>
-struct Fp8RecomputeProduct : Fp8Product {
+struct Fp8RecomputeProduct : Fp8Product<&Fp8BackwardMaps::x_codes, &Fp8BackwardParams::x_rows> {
   using Bf16Product = RecomputeProduct<kHalf>;
   static __device__ __forceinline__ int NumKBlocks(const Fp8BackwardParams& p,
                                                    const TileItem& item) {
@@ -23,12 +23,6 @@ struct Fp8RecomputeProduct : Fp8Product {
   }
   static __device__ __forceinline__ int KBlocks(const Fp8BackwardParams& p) {
     return CodeBlocks(p.H);
-  }
-  template <bool kForBoth>
-  static __device__ __forceinline__ void LoadRows(const Fp8BackwardMaps& maps,
-                                                  const Fp8BackwardParams&, const TileItem& item,
-                                                  int half, int k, uint32_t to, uint32_t barrier) {
-    LoadCodes<kForBoth>(maps.x_codes, item, half, k, to, barrier);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const Fp8BackwardMaps& maps,
@@ -39,9 +33,6 @@ struct Fp8RecomputeProduct : Fp8Product {
                       ptx::kEvictLast, k * kBlockCodesK,
                       item.expert * p.I + Bf16Product::Tile(item) * kGateUpColumns);
   }
-  static __device__ __forceinline__ const RowScales& Rows(const Fp8BackwardParams& p) {
-    return p.x_rows;
-  }
   static __device__ __forceinline__ const float* Scale(const Fp8BackwardParams& p,
                                                        const TileItem& item, int half, int k) {
     return Block(half == 0 ? p.scales.gate : p.scales.up, item.expert, CodeBlocks(p.H),
@@ -50,18 +41,12 @@ struct Fp8RecomputeProduct : Fp8Product {
 };
 
 // dh = dy Wd^T.
-struct Fp8DgradDownProduct : Fp8Product {
+struct Fp8DgradDownProduct : Fp8Product<&Fp8BackwardMaps::dy_codes, &Fp8BackwardParams::dy_rows> {
   static __device__ __forceinline__ int NumKBlocks(const Fp8BackwardParams& p, const TileItem&) {
     return KBlocks(p);
   }
   static __device__ __forceinline__ int KBlocks(const Fp8BackwardParams& p) {
     return CodeBlocks(p.H);
-  }
-  template <bool kForBoth>
-  static __device__ __forceinline__ void LoadRows(const Fp8BackwardMaps& maps,
-                                                  const Fp8BackwardParams&, const TileItem& item,
-                                                  int half, int k, uint32_t to, uint32_t barrier) {
-    LoadCodes<kForBoth>(maps.dy_codes, item, half, k, to, barrier);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const Fp8BackwardMaps& maps,
@@ -70,9 +55,6 @@ struct Fp8DgradDownProduct : Fp8Product {
                                                      uint32_t barrier) {
     LoadBox<kForBoth>(to, maps.down_by_rows, barrier, ptx::kEvictLast, k * kBlockCodesK,
                       item.n * kDgradDownColumns + half * kFp8Group, item.expert);
-  }
-  static __device__ __forceinline__ const RowScales& Rows(const Fp8BackwardParams& p) {
-    return p.dy_rows;
   }
   static __device__ __forceinline__ const float* Scale(const Fp8BackwardParams& p,
                                                        const TileItem& item, int half, int k) {
@@ -83,18 +65,12 @@ struct Fp8DgradDownProduct : Fp8Product {
 };
 
 // dg Wg^T + du Wu^T: first the K-blocks of gate, then those of up.
-struct Fp8DgradGateUpProduct : Fp8Product {
+struct Fp8DgradGateUpProduct : Fp8Product<&Fp8BackwardMaps::dz_codes, &Fp8BackwardParams::dz_rows> {
   static __device__ __forceinline__ int NumKBlocks(const Fp8BackwardParams& p, const TileItem&) {
     return KBlocks(p);
   }
   static __device__ __forceinline__ int KBlocks(const Fp8BackwardParams& p) {
     return 2 * CodeBlocks(p.I);
-  }
-  template <bool kForBoth>
-  static __device__ __forceinline__ void LoadRows(const Fp8BackwardMaps& maps,
-                                                  const Fp8BackwardParams&, const TileItem& item,
-                                                  int half, int k, uint32_t to, uint32_t barrier) {
-    LoadCodes<kForBoth>(maps.dz_codes, item, half, k, to, barrier);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const Fp8BackwardMaps& maps,
@@ -105,9 +81,6 @@ struct Fp8DgradGateUpProduct : Fp8Product {
     LoadBox<kForBoth>(to, of_up < 0 ? maps.gate_by_rows : maps.up_by_rows, barrier, ptx::kEvictLast,
                       (of_up < 0 ? k : of_up) * kBlockCodesK,
                       item.n * kDownColumns + half * kFp8Group, item.expert);
-  }
-  static __device__ __forceinline__ const RowScales& Rows(const Fp8BackwardParams& p) {
-    return p.dz_rows;
   }
   static __device__ __forceinline__ const float* Scale(const Fp8BackwardParams& p,
                                                        const TileItem& item, int half, int k) {

@@ -13,18 +13,12 @@
 namespace megamoe {
 
 // x [Wg | Wu].
-struct Fp8GateUpProduct : Fp8Product {
+struct Fp8GateUpProduct : Fp8Product<&Fp8ForwardMaps::x, &Fp8ForwardParams::x_rows> {
   static __device__ __forceinline__ int NumKBlocks(const Fp8ForwardParams& p, const TileItem&) {
     return KBlocks(p);
   }
   static __device__ __forceinline__ int KBlocks(const Fp8ForwardParams& p) {
     return CodeBlocks(p.H);
-  }
-  template <bool kForBoth>
-  static __device__ __forceinline__ void LoadRows(const Fp8ForwardMaps& maps,
-                                                  const Fp8ForwardParams&, const TileItem& item,
-                                                  int half, int k, uint32_t to, uint32_t barrier) {
-    LoadCodes<kForBoth>(maps.x, item, half, k, to, barrier);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const Fp8ForwardMaps& maps,
@@ -34,9 +28,6 @@ struct Fp8GateUpProduct : Fp8Product {
     LoadBox<kForBoth>(to, half == 0 ? maps.w_gate : maps.w_up, barrier, ptx::kEvictLast,
                       k * kBlockCodesK, item.expert * p.I + item.n * kGateUpColumns);
   }
-  static __device__ __forceinline__ const RowScales& Rows(const Fp8ForwardParams& p) {
-    return p.x_rows;
-  }
   static __device__ __forceinline__ const float* Scale(const Fp8ForwardParams& p,
                                                        const TileItem& item, int half, int k) {
     return Block(half == 0 ? p.scales.gate : p.scales.up, item.expert, CodeBlocks(p.H),
@@ -45,18 +36,12 @@ struct Fp8GateUpProduct : Fp8Product {
 };
 
 // h Wd.
-struct Fp8DownProduct : Fp8Product {
+struct Fp8DownProduct : Fp8Product<&Fp8ForwardMaps::h, &Fp8ForwardParams::h_rows> {
   static __device__ __forceinline__ int NumKBlocks(const Fp8ForwardParams& p, const TileItem&) {
     return KBlocks(p);
   }
   static __device__ __forceinline__ int KBlocks(const Fp8ForwardParams& p) {
     return CodeBlocks(p.I);
-  }
-  template <bool kForBoth>
-  static __device__ __forceinline__ void LoadRows(const Fp8ForwardMaps& maps,
-                                                  const Fp8ForwardParams&, const TileItem& item,
-                                                  int half, int k, uint32_t to, uint32_t barrier) {
-    LoadCodes<kForBoth>(maps.h, item, half, k, to, barrier);
   }
   template <bool kForBoth>
   static __device__ __forceinline__ void LoadColumns(const Fp8ForwardMaps& maps,
@@ -65,9 +50,6 @@ struct Fp8DownProduct : Fp8Product {
                                                      uint32_t barrier) {
     LoadBox<kForBoth>(to, maps.w_down, barrier, ptx::kEvictLast, k * kBlockCodesK,
                       item.n * kDownColumns + half * kFp8Group, item.expert);
-  }
-  static __device__ __forceinline__ const RowScales& Rows(const Fp8ForwardParams& p) {
-    return p.h_rows;
   }
   static __device__ __forceinline__ const float* Scale(const Fp8ForwardParams& p,
                                                        const TileItem& item, int half, int k) {

@@ -31,13 +31,20 @@ __device__ __forceinline__ int CodeBlocks(int columns) {
   return static_cast<int>(anew / kFp8Group);
 }
 
+// kCodes: of the maps of the pass, that of A, rows of codes in a pool. kScales: of its parameters,
+// their scales.
+template <auto kCodes, auto kScales>
 struct Fp8Product : TokenProduct<ptx::Major::kK> {
-  // 64 rows of codes of a tile of pool rows, of K-block k.
-  template <bool kForBoth>
-  static __device__ __forceinline__ void LoadCodes(const CUtensorMap& map, const TileItem& item,
-                                                   int half, int k, uint32_t to, uint32_t barrier) {
-    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictNormal, k * kBlockCodesK,
+  template <bool kForBoth, typename Maps, typename Params>
+  static __device__ __forceinline__ void LoadRows(const Maps& maps, const Params&,
+                                                  const TileItem& item, int half, int k,
+                                                  uint32_t to, uint32_t barrier) {
+    LoadBox<kForBoth>(to, maps.*kCodes, barrier, ptx::kEvictNormal, k * kBlockCodesK,
                       item.row + half * kConsumerRows);
+  }
+  template <typename Params>
+  static __device__ __forceinline__ const RowScales& Rows(const Params& p) {
+    return p.*kScales;
   }
   // Of columns behind the last, whose products are 0 and are not stored, the last.
   static __device__ __forceinline__ int ColumnBlock(const TileItem& item, int half,
