@@ -57,7 +57,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--text-field", default="text", help="of a row of --dataset (%(default)s)")
     add("--tokenizer", default=data.BYTES, help="bytes, or a Hugging Face model's: transformers")
     add("--most-tokens", type=int, default=10**9, help="of the text (%(default)s)")
-    add("--tokens", type=pathlib.Path, help="a .npy file that keeps the tokens for other runs")
+    kept = "a .npy file that keeps the tokens for other runs, which then read no text"
+    add("--tokens", type=pathlib.Path, help=kept)
     add("--checkpoint", type=pathlib.Path, help="a folder to save the run in")
     add("--checkpoint-every", type=int, default=100, help="steps between two (%(default)s)")
     add("--resume", action="store_true", help="go on with the run that --checkpoint holds, if any")

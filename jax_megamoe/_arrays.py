@@ -46,15 +46,15 @@ def weights(dims: Dims) -> list[ArraySize]:
 
 def forward_codes(dims: Dims) -> list[ArraySize]:
     """Codes of each expert's matrices in the order of the forward, and their scales."""
-    return [a for a in _quantizedweights(dims) if not a.name.endswith("natural")]
+    return [a for a in _quantized_weights(dims) if not a.name.endswith("natural")]
 
 
 def backward_codes(dims: Dims) -> list[ArraySize]:
     """Codes in the order of the backward, and for g and u in that of the forward, too."""
-    return [a for a in _quantizedweights(dims) if a.name != "w_down transposed"]
+    return [a for a in _quantized_weights(dims) if a.name != "w_down transposed"]
 
 
-def _quantizedweights(dims: Dims) -> list[ArraySize]:
+def _quantized_weights(dims: Dims) -> list[ArraySize]:
     """As `QuantizedExperts` has them."""
     arrays = []
     for name, (experts, rows, columns), _ in weights(dims):

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configs = [dataclasses.replace(config, moe=moe) for moe in MOES]
         runs_on = [_runs_on(of_moe) for of_moe in configs]
         batches = list(_batches(config, options))
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, EOFError, TypeError, ValueError) as error:
         parser.error(str(error))
     rounds = []
     for number in range(options.rounds):
@@ -186,6 +186,10 @@ def _check(options: argparse.Namespace) -> None:
     check_size("skip", options.skip, 10**6)
     if not options.tolerance >= 0:
         refuse(ValueError, "tolerance", options.tolerance, "at least 0")
+    for name in ("png", "json"):
+        path = getattr(options, name)
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            refuse(ValueError, name, path, "a file, in a folder that is there")
     if options.png:
         try:
             importlib.import_module("matplotlib")

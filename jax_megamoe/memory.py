@@ -292,11 +292,11 @@ def backward_results(
         ArraySize("counters", (_num_counters(rows) + dims.experts_per_rank,), I32),
         # Of each row <dy, b_down> and the router weight.
         *([ArraySize("bias_rows", (rows, 2), F32)] if expert_bias else []),
-        *(_backwardcode_rows(dims, keep_gate_up) if precision == "fp8_block" else []),
+        *(_backward_code_rows(dims, keep_gate_up) if precision == "fp8_block" else []),
     ]
 
 
-def _backwardcode_rows(dims: Dims, keep_gate_up: bool) -> list[ArraySize]:
+def _backward_code_rows(dims: Dims, keep_gate_up: bool) -> list[ArraySize]:
     """Those of dy, of dg beside du and, where g and u are computed again, of x."""
     rows = dims.pool_rows
     arrays = [

@@ -477,7 +477,8 @@ def _check_dims(dims: Dims, config: MegaMoEConfig) -> None:
             f"of R T K = {dims.R} x {dims.T} x {dims.K} = {slots} routes",
             f"of at most {MAX_SLOTS} routes over all ranks; split the batch",
         )
-    if config.backend == "cuda":
+    # The groups of "fp8_block" are larger, and judged with its weights, for every backend.
+    if config.backend == "cuda" and config.precision != "fp8_block":
         for argument, letter, size in (("x", "H", dims.H), ("w_gate", "I", dims.I)):
             if size % KERNEL_MULTIPLE:
                 refuse(

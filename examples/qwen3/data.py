@@ -95,6 +95,9 @@ def load_text(
     """At most `most` tokens, of the cache where it is there, and else put there for the next run.
 
     cache: a .npy file, which is read as it is needed.
+
+    Raises:
+      DataError: the cache cannot be made, or is no array of the tokenizer's tokens.
     """
     if cache is None or not cache.is_file():
         tokens = np.fromiter(
@@ -102,11 +105,14 @@ def load_text(
         )
         if cache is None:
             return Text(tokens, tokenizer.end, source)
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = cache.with_suffix(".part.npy")  # of a run that is stopped here
-        np.save(unfinished, tokens)
-        unfinished.replace(cache)
-    return Text(np.load(cache, mmap_mode="r"), tokenizer.end, f"{source}, kept in {cache}")
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = cache.with_suffix(".part.npy")  # of a run that is stopped here
+            np.save(unfinished, tokens)
+            unfinished.replace(cache)
+        except OSError as error:
+            raise DataError(f"--tokens {cache} cannot be written: {error}.") from error
+    return Text(_kept(cache, tokenizer), tokenizer.end, f"{source}, kept in {cache}")
 
 
 def rows_of_step(text: Text, seed: int, step: int, batch: int, seq: int) -> np.ndarray:
@@ -153,6 +159,23 @@ def prefetch[T](make: Callable[[int], T], steps: range, ahead: int = 2) -> Gener
                 yield ready
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _kept(cache: pathlib.Path, tokenizer: Tokenizer) -> np.ndarray:
+    try:
+        tokens = np.load(cache, mmap_mode="r")
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"--tokens {cache} cannot be read: {error}.") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise DataError(
+            f"--tokens {cache} holds {tokens.dtype} {tokens.shape}, and not integers [N]."
+        )
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.size:
+        raise DataError(
+            f"--tokens {cache} holds {tokens.min()} to {tokens.max()}, but those of --tokenizer"
+            f" are 0 to {tokenizer.size - 1}. Give another file for another tokenizer."
+        )
+    return tokens
 
 
 def _all_tokens(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[int]:

@@ -126,6 +126,9 @@ def test_made_up_text_can_be_learnt() -> None:
         (["CONFIG", "--skip", "-1"], "skip: was -1"),
         (["CONFIG", "--tolerance", "-1"], "tolerance: was -1"),
         (["CONFIG", "--tokens", "TEXT"], "tokens: was int64"),
+        (["CONFIG", "--tokens", "EMPTY"], "No data left in file"),
+        (["CONFIG", "--png", "no/such/c.png"], "png: was no/such/c.png; it may be a file, in a"),
+        (["CONFIG", "--json", "."], "json: was .; it may be a file"),
         (["CONFIG", "--moe", "jax"], "unrecognized arguments: --moe jax"),
     ],
 )
@@ -137,7 +140,9 @@ def test_what_cannot_be_is_refused(
     message: str,
 ) -> None:
     np.save(tmp_path / "text.npy", np.zeros(5, np.int64))
-    places = {"TEXT": str(tmp_path / "text.npy"), "CONFIG": f"--config={config}"}
+    (tmp_path / "empty.npy").touch()
+    places = {"TEXT": str(tmp_path / "text.npy"), "EMPTY": str(tmp_path / "empty.npy")}
+    places["CONFIG"] = f"--config={config}"
     with pytest.raises(SystemExit) as end:
         compare.main([places.get(argument, argument) for argument in arguments])
     assert end.value.code == compare.BAD_ARGUMENTS

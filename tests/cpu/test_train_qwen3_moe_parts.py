@@ -45,6 +45,34 @@ def test_tokens_are_kept_for_the_next_run(tmp_path: Path) -> None:
     assert isinstance(again.tokens, np.memmap) and "kept in" in again.source
 
 
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (np.arange(255, 258), "holds 255 to 257, but those of --tokenizer are 0 to 256"),
+        (np.arange(-1, 3), "holds -1 to 2, but"),
+        (np.zeros(9, np.float32), r"holds float32 \(9,\), and not integers \[N\]"),
+        (np.zeros((3, 3), np.int32), r"holds int32 \(3, 3\), and not"),
+        (b"", "cannot be read: No data left"),
+        (b"no numpy's", "cannot be read: "),
+    ],
+)
+def test_kept_tokens_of_another_kind_are_refused(
+    tmp_path: Path, kept: np.ndarray | bytes, message: str
+) -> None:
+    """Tokens that the model has not would be a loss that is not finite, and name nothing."""
+    cache = tmp_path / "tokens.npy"
+    cache.write_bytes(kept) if isinstance(kept, bytes) else np.save(cache, kept)
+    with pytest.raises(data.DataError, match=f"^--tokens {cache} {message}"):
+        make_text("abc", cache=cache)
+
+
+def test_tokens_are_kept_in_folders_only(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "tokens.npy"
+    with pytest.raises(data.DataError, match=f"^--tokens {cache} cannot be written: "):
+        make_text("abc", cache=cache)
+
+
 def test_each_pass_has_every_row_once_in_an_order_of_its_own() -> None:
     text = data.Text(np.arange(41, dtype=np.int32), -1, "here")
     steps = [data.rows_of_step(text, 0, step, 4, 4) for step in range(1, 6)]

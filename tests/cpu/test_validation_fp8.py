@@ -79,16 +79,16 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str, str, str]] = {
         for precision in ("bf16", "float32")
     },
     **{
-        f"{letter} = {size}": (
-            quantized,
-            sizes(**{"H": H, "I": I, letter: size}),
+        f"{letter} = {size} with backend {backend}": (
+            None,
+            {**sizes(**{"H": H, "I": I, letter: size}), "backend": backend},
             ValueError,
             argument,
             f"of {letter} = {size} with precision='fp8_block'",
             f"of {letter} a multiple of 128 there; precision='bf16' takes any size",
         )
         for argument, letter, size in (("x", "H", 64), ("x", "H", 200), ("w_gate", "I", 192))
-        for quantized in (None,)
+        for backend in ("auto", "cuda", "reference")
     },
     "H = 64, quantised by the caller": (
         quantized_of(),
