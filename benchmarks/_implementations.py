@@ -232,13 +232,11 @@ def torch_layer(weights: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
       The layer, and the weights as it takes them.
     """
     import torch  # pyright: ignore[reportMissingImports]
+    from _torch_run import sorted_routes
 
     @functools.partial(torch.compile, dynamic=False, fullgraph=True)
     def layer(x: Any, ids: Any, w: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
-        expert, order = torch.sort(ids.flatten(), stable=True)
-        tokens = order // ids.shape[1]
-        experts = torch.arange(w_gate.shape[0], dtype=expert.dtype, device=x.device)
-        ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+        order, tokens, ends = sorted_routes(ids, w_gate.shape[0])
         rows = x[tokens]
         gate = torch._grouped_mm(rows, w_gate, offs=ends)
         h = torch.nn.functional.silu(gate) * torch._grouped_mm(rows, w_up, offs=ends)

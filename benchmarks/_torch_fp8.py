@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch  # pyright: ignore[reportMissingImports]
+from _torch_run import sorted_routes
 
 MOST = 448.0  # of e4m3
 
@@ -67,10 +68,7 @@ def fp8_layer(weights: list[Any]) -> Callable[..., Any]:
 
     @functools.partial(torch.compile, dynamic=False, fullgraph=True)
     def layer(x: Any, ids: Any, w: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
-        expert, order = torch.sort(ids.flatten(), stable=True)
-        tokens = order // ids.shape[1]
-        experts = torch.arange(w_gate.shape[0], dtype=expert.dtype, device=x.device)
-        ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+        order, tokens, ends = sorted_routes(ids, w_gate.shape[0])
 
         def linear(rows: Any, i: int, matrix: Any) -> Any:
             return GroupedLinear.apply(rows, matrix, *forward[i], *back[i], ends)

@@ -8,6 +8,14 @@ import torch._functorch.config  # pyright: ignore[reportMissingImports]
 from _timing import Run
 
 
+def sorted_routes(ids: Any, num_experts: int) -> tuple[Any, Any, Any]:
+    """Of ids [T, K]: the routes by expert, their tokens, and the end of each expert's."""
+    expert, order = torch.sort(ids.flatten(), stable=True)
+    experts = torch.arange(num_experts, dtype=expert.dtype, device=ids.device)
+    ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+    return order, order // ids.shape[1], ends
+
+
 def torch_run(layer: Callable[..., Any], pass_name: str, x: Any, ids: Any, *floats: Any) -> Run:
     """A pass of layer(x, ids, *floats), as `_implementations.jax_run`.
 

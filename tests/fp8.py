@@ -165,6 +165,11 @@ def weights_of(batch: Batch) -> tuple[Any, Any, Any]:
     return batch.w_gate, batch.w_up, batch.w_down
 
 
+def quantized_weights(batch: Batch) -> QuantizedExperts:
+    """Those of a batch, by NumPy."""
+    return quantized_experts(*weights_of(batch))
+
+
 @functools.cache
 def compiled(num_ranks: int | None, **options: Any) -> Any:
     """As `layer.compiled`, of quantised weights and the arrays of a batch."""

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
-from jax_megamoe.quantization import QuantizedExperts
 from tests import cases, compare, emulated, fp8
 from tests.cases import BF16, F32, Batch, normal_of, oracle_of
 
@@ -38,17 +37,12 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 )
 
 
-def quantized(batch: Batch) -> QuantizedExperts:
-    """The weights of a batch, by NumPy."""
-    return fp8.quantized_experts(*fp8.weights_of(batch))
-
-
 def forward(batch: Batch, **how: Any) -> np.ndarray:
-    return emulated.forward_fp8(batch, quantized(batch), **how)[0]
+    return emulated.forward_fp8(batch, fp8.quantized_weights(batch), **how)[0]
 
 
 def forward_keeping(batch: Batch, **how: Any) -> tuple[np.ndarray, np.ndarray]:
-    y, _, gate_up = emulated.forward_fp8(batch, quantized(batch), keep=True, **how)
+    y, _, gate_up = emulated.forward_fp8(batch, fp8.quantized_weights(batch), keep=True, **how)
     return y, gate_up
 
 
@@ -149,7 +143,7 @@ def test_x_is_quantised_bit_by_bit(hidden: int) -> None:
     x = np.resize(x, (-(-len(x) * 128 // hidden), hidden))
     ids = np.full((len(x), 1), -1, np.int32)
     batch = normal_of((len(x), 1, 1, hidden, 128), ids)._replace(x=x)
-    _, found = emulated.forward_fp8(batch, quantized(batch))
+    _, found = emulated.forward_fp8(batch, fp8.quantized_weights(batch))
     codes, scales = fp8.quantized_rows(x.astype(F32))
     compare.assert_bitwise(found[:, :hidden].view(fp8.E4M3), codes, "codes")
     num_groups = hidden // 128
@@ -192,13 +186,13 @@ def test_a_call_that_has_failed_ends(keep: bool, seed: int) -> None:
     batch = normal_of(*CASES[1])
     for parts in (_ffi.FUSED, *((part,) for part in _ffi.UNFUSED)):
         how: dict[str, Any] = {"launches": parts, "seed": seed, "failed_ranks": (0,)}
-        y, *_ = emulated.forward_fp8(batch, quantized(batch), keep=keep, **how)
+        y, *_ = emulated.forward_fp8(batch, fp8.quantized_weights(batch), keep=keep, **how)
         assert y.shape == batch.x.shape
 
 
 def test_a_trace_records_every_item_and_changes_nothing() -> None:
     batch = normal_of(*CASES[1])
-    y, _, records = emulated.forward_fp8(batch, quantized(batch), trace=True)
+    y, _, records = emulated.forward_fp8(batch, fp8.quantized_weights(batch), trace=True)
     compare.assert_bitwise(y, forward(batch), "y")
     count, *_ = records[0]
     start, end, _, kind = records.view(np.uint32)[1 : 1 + count].T

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
-from jax_megamoe.quantization import QuantizedExperts
 from tests import cases, compare, emulated, fp8
 from tests.backward import NAMES, assert_same, assert_whole_trace
 from tests.cases import BF16, F32, ROUTINGS, Batch, Results, normal_of, oracle_of
@@ -38,18 +37,13 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 )
 
 
-def quantized(batch: Batch) -> QuantizedExperts:
-    """The weights of a batch, by NumPy."""
-    return fp8.quantized_experts(*fp8.weights_of(batch))
-
-
 def gradients(batch: Batch, **how: Any) -> list[np.ndarray]:
-    return emulated.backward_fp8(batch, quantized(batch), **how)
+    return emulated.backward_fp8(batch, fp8.quantized_weights(batch), **how)
 
 
 def kept_gradients(batch: Batch, **how: Any) -> list[np.ndarray]:
     """Of g and u that the forward keeps."""
-    weights = quantized(batch)
+    weights = fp8.quantized_weights(batch)
     _, _, gate_up = emulated.forward_fp8(batch, weights, keep=True)
     return emulated.backward_fp8(batch, weights, gate_up=gate_up, **how)
 
@@ -205,7 +199,7 @@ def test_a_call_that_has_failed_ends(keep: bool, seed: int) -> None:
     batch = normal_of(*CASES[1])
     how: dict[str, Any] = {"seed": seed, "failed_ranks": (0,)}
     if keep:
-        _, _, how["gate_up"] = emulated.forward_fp8(batch, quantized(batch), keep=True)
+        _, _, how["gate_up"] = emulated.forward_fp8(batch, fp8.quantized_weights(batch), keep=True)
     for parts in (_ffi.BACKWARD_FUSED, *((part,) for part in _ffi.BACKWARD_UNFUSED)):
         assert gradients(batch, launches=parts, **how)[0].shape == batch.x.shape
 
