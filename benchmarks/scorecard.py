@@ -73,11 +73,14 @@ def report(lines: Sequence[Line], records: Mapping[str, Record]) -> list[dict[st
 def main() -> int:
     parser = argparse.ArgumentParser(description="The scorecard of reliability.")
     parser.add_argument("names", nargs="*", metavar="PART", help="default: all that can run here")
-    parser.add_argument("--gpus", type=int, default=num_gpus(), help="that may be relied on")
+    here = num_gpus()
+    parser.add_argument("--gpus", type=int, default=here, help="that may be relied on")
     parser.add_argument("--list", action="store_true", help="the parts, and the GPUs of each")
     parser.add_argument("--parts", type=pathlib.Path, default=pathlib.Path("out/scorecard"))
     parser.add_argument("--out", type=pathlib.Path, help="write the lines to this JSON file")
     chosen = parser.parse_args()
+    if not 0 <= chosen.gpus <= here:
+        parser.error(f"--gpus must be 0 to {here}, the Hopper GPUs here, but it is {chosen.gpus}")
     if chosen.list:
         for part in parts_of(LINES).values():
             print(part.gpus, part.name)

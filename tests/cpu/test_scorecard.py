@@ -188,6 +188,19 @@ def test_a_failing_line_fails_the_program_and_its_file(
             main(name)
 
 
+@pytest.mark.parametrize("gpus", ["-1", "3"])
+def test_gpus_that_are_not_here_are_refused(
+    gpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scorecard, "num_gpus", lambda: 2)
+    monkeypatch.setattr(sys, "argv", ["scorecard.py", "--gpus", gpus])
+    with pytest.raises(SystemExit, match="2"):
+        scorecard.main()
+    assert (
+        f"--gpus must be 0 to 2, the Hopper GPUs here, but it is {gpus}" in capsys.readouterr().err
+    )
+
+
 def test_lines_are_whole() -> None:
     lines = _scorecard_lines.LINES
     assert len({found.id for found in lines}) == len(lines)
