@@ -10,10 +10,6 @@
 namespace megamoe {
 namespace {
 
-Matrix Codes(const void* codes, int64_t rows, int columns) {
-  return {const_cast<void*>(codes), rows, columns, Element::kByte};
-}
-
 CudaStatus MakeCodeMaps(const Fp8BackwardCall& c, Fp8BackwardMaps* maps) {
   constexpr int kHalfTile = kTileRows / 2;
   return FirstFailure({

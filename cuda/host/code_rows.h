@@ -1,4 +1,4 @@
-// Rows of FP8 codes, as shared/fp8.h lays them out, for tensor maps and kernels.
+// FP8 codes for tensor maps and kernels: weights, and rows as shared/fp8.h lays them out.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,10 @@
 #include "shared/fp8.h"
 
 namespace megamoe {
+
+inline Matrix Codes(const void* codes, int64_t rows, int columns) {
+  return {const_cast<void*>(codes), rows, columns, Element::kByte};
+}
 
 // Rows of D codes, without the scales behind them.
 inline Matrix CodeRows(void* rows, int64_t num_rows, int D) {

@@ -11,10 +11,6 @@
 namespace megamoe {
 namespace {
 
-Matrix Weights(const QuantizedMatrix& m, int64_t rows, int columns) {
-  return {const_cast<void*>(m.codes), rows, columns, Element::kByte};
-}
-
 CudaStatus MakeMaps(const Fp8ForwardCall& c, Fp8ForwardMaps* maps) {
   const int64_t experts = c.plan.dims.experts_per_rank();
   constexpr int kHalfTile = kTileRows / 2;
@@ -22,9 +18,9 @@ CudaStatus MakeMaps(const Fp8ForwardCall& c, Fp8ForwardMaps* maps) {
       RowsMap({c.o, c.pool_rows, c.H}, kHalfTile, &maps->pool),
       RowsMap(CodeRows(c.x_pool, c.pool_rows, c.H), kHalfTile, &maps->x),
       RowsMap(CodeRows(c.h, c.pool_rows, c.I), kHalfTile, &maps->h),
-      RowsMap(Weights(c.w_gate, experts * c.I, c.H), kFp8Group, &maps->w_gate),
-      RowsMap(Weights(c.w_up, experts * c.I, c.H), kFp8Group, &maps->w_up),
-      StackedRowsMap(Weights(c.w_down, c.H, c.I), experts, kFp8Group, &maps->w_down),
+      RowsMap(Codes(c.w_gate.codes, experts * c.I, c.H), kFp8Group, &maps->w_gate),
+      RowsMap(Codes(c.w_up.codes, experts * c.I, c.H), kFp8Group, &maps->w_up),
+      StackedRowsMap(Codes(c.w_down.codes, c.H, c.I), experts, kFp8Group, &maps->w_down),
   });
 }
 

@@ -35,8 +35,7 @@ struct Fp8RecomputeProduct : Fp8Product<&Fp8BackwardMaps::x_codes, &Fp8BackwardP
   }
   static __device__ __forceinline__ const float* Scale(const Fp8BackwardParams& p,
                                                        const TileItem& item, int half, int k) {
-    return Block(half == 0 ? p.scales.gate : p.scales.up, item.expert, CodeBlocks(p.H),
-                 CodeBlocks(p.I), k, Bf16Product::Tile(item));
+    return GateUpScale(p, item.expert, Bf16Product::Tile(item), half, k);
   }
 };
 
@@ -53,8 +52,7 @@ struct Fp8DgradDownProduct : Fp8Product<&Fp8BackwardMaps::dy_codes, &Fp8Backward
                                                      const Fp8BackwardParams&, const TileItem& item,
                                                      int half, int k, uint32_t to,
                                                      uint32_t barrier) {
-    LoadBox<kForBoth>(to, maps.down_by_rows, barrier, ptx::kEvictLast, k * kBlockCodesK,
-                      item.n * kDgradDownColumns + half * kFp8Group, item.expert);
+    LoadWeight<kForBoth>(maps.down_by_rows, item, half, k, to, barrier);
   }
   static __device__ __forceinline__ const float* Scale(const Fp8BackwardParams& p,
                                                        const TileItem& item, int half, int k) {
@@ -78,9 +76,8 @@ struct Fp8DgradGateUpProduct : Fp8Product<&Fp8BackwardMaps::dz_codes, &Fp8Backwa
                                                      const TileItem& item, int half, int k,
                                                      uint32_t to, uint32_t barrier) {
     const int of_up = k - CodeBlocks(p.I);
-    LoadBox<kForBoth>(to, of_up < 0 ? maps.gate_by_rows : maps.up_by_rows, barrier, ptx::kEvictLast,
-                      (of_up < 0 ? k : of_up) * kBlockCodesK,
-                      item.n * kDownColumns + half * kFp8Group, item.expert);
+    LoadWeight<kForBoth>(of_up < 0 ? maps.gate_by_rows : maps.up_by_rows, item, half,
+                         of_up < 0 ? k : of_up, to, barrier);
   }
   static __device__ __forceinline__ const float* Scale(const Fp8BackwardParams& p,
                                                        const TileItem& item, int half, int k) {

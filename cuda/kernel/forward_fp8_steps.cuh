@@ -30,8 +30,7 @@ struct Fp8GateUpProduct : Fp8Product<&Fp8ForwardMaps::x, &Fp8ForwardParams::x_ro
   }
   static __device__ __forceinline__ const float* Scale(const Fp8ForwardParams& p,
                                                        const TileItem& item, int half, int k) {
-    return Block(half == 0 ? p.scales.gate : p.scales.up, item.expert, CodeBlocks(p.H),
-                 CodeBlocks(p.I), k, item.n);
+    return GateUpScale(p, item.expert, item.n, half, k);
   }
 };
 
@@ -48,8 +47,7 @@ struct Fp8DownProduct : Fp8Product<&Fp8ForwardMaps::h, &Fp8ForwardParams::h_rows
                                                      const Fp8ForwardParams&, const TileItem& item,
                                                      int half, int k, uint32_t to,
                                                      uint32_t barrier) {
-    LoadBox<kForBoth>(to, maps.w_down, barrier, ptx::kEvictLast, k * kBlockCodesK,
-                      item.n * kDownColumns + half * kFp8Group, item.expert);
+    LoadWeight<kForBoth>(maps.w_down, item, half, k, to, barrier);
   }
   static __device__ __forceinline__ const float* Scale(const Fp8ForwardParams& p,
                                                        const TileItem& item, int half, int k) {

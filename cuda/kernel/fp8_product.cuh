@@ -46,6 +46,14 @@ struct Fp8Product : TokenProduct<ptx::Major::kK> {
   static __device__ __forceinline__ const RowScales& Rows(const Params& p) {
     return p.*kScales;
   }
+  // Half of the columns of a tile, as rows of a weight of the item's expert.
+  template <bool kForBoth>
+  static __device__ __forceinline__ void LoadWeight(const CUtensorMap& map, const TileItem& item,
+                                                    int half, int k, uint32_t to,
+                                                    uint32_t barrier) {
+    LoadBox<kForBoth>(to, map, barrier, ptx::kEvictLast, k * kBlockCodesK,
+                      item.n * kTileColumns + half * kFp8Group, item.expert);
+  }
   // Of columns behind the last, whose products are 0 and are not stored, the last.
   static __device__ __forceinline__ int ColumnBlock(const TileItem& item, int half,
                                                     int num_blocks) {
@@ -57,6 +65,13 @@ struct Fp8Product : TokenProduct<ptx::Major::kK> {
     int block = (e * rows + row) * columns + column;
     ptx::PinRegister(block);  // what it is made of ends before the address begins
     return scales + block;
+  }
+  // Of K-block k of x [Wg | Wu], tile `tile`: that of gate, in the other half that of up.
+  template <typename Params>
+  static __device__ __forceinline__ const float* GateUpScale(const Params& p, int expert, int tile,
+                                                             int half, int k) {
+    return Block(half == 0 ? p.scales.gate : p.scales.up, expert, CodeBlocks(p.H), CodeBlocks(p.I),
+                 k, tile);
   }
 };
 
