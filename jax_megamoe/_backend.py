@@ -45,6 +45,12 @@ def reason_for_reference(
     return next(iter(refusals), "") or _ffi.missing()
 
 
+def ranks_by_name(config: MegaMoEConfig, R: int) -> int:
+    """Of R ranks, as how many a call counts that asks for the kernels by name: those of "bf16" run
+    over several, too."""
+    return R if config.precision == "fp8_block" else 1
+
+
 def call_refusals(
     config: MegaMoEConfig, *, H: int, I: int, R: int = 1, expert_bias: bool = False
 ) -> list[str]:

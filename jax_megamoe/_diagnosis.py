@@ -7,7 +7,7 @@ The words of each refusal are those of the code that refuses: `_backend.call_ref
 import dataclasses
 
 from jax_megamoe import memory
-from jax_megamoe._backend import call_refusals
+from jax_megamoe._backend import call_refusals, ranks_by_name
 from jax_megamoe._ffi import KERNEL_COMPUTE_CAPABILITY, older_generation
 from jax_megamoe._machine import NOT_INSTALLED, Device, Facts
 from jax_megamoe._quantized_checks import check_fp8_kernels
@@ -163,8 +163,7 @@ def _of_call(question: Question) -> list[str]:
 
 def _refusals(question: Question, by_name: bool) -> list[str]:
     dims, config = question.dims, question.config
-    # By name those of "bf16" run over several ranks, too.
-    num_ranks = 1 if by_name and config.precision != "fp8_block" else dims.R
+    num_ranks = ranks_by_name(config, dims.R) if by_name else dims.R
     sizes = {"H": dims.H, "I": dims.I, "R": num_ranks}
     return call_refusals(config, **sizes, expert_bias=question.expert_bias)
 
