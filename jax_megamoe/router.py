@@ -181,7 +181,7 @@ def limit_to_groups(ranking: jax.Array, scores: jax.Array, config: RouterConfig)
     group stays above -inf, whatever the bias has made of it.
     """
     of_groups = scores.reshape(*scores.shape[:-1], config.num_groups, -1)
-    two_highest, _ = jax.lax.top_k(_ordered(of_groups), 2)
+    two_highest = jax.lax.sort(of_groups)[..., -2:]  # NaN is last
     group_idx = _top(two_highest.sum(axis=-1), config.num_chosen_groups)
     is_chosen = _one_hot(group_idx, config.num_groups).any(axis=-2)
     is_eligible = jnp.repeat(is_chosen, of_groups.shape[-1], axis=-1)
@@ -215,7 +215,27 @@ def _normalize(weights: jax.Array) -> jax.Array:
 
 def _top(ranking: jax.Array, count: int) -> jax.Array:
     """int32 [..., count]: where float32 `ranking` is highest, in falling order; ties by index."""
+    if _is_split_by_xla():
+        return _top_by_sort(ranking, count)
     return jax.lax.top_k(_ordered(ranking), count, is_stable=True)[1]
+
+
+def _top_by_sort(ranking: jax.Array, count: int) -> jax.Array:
+    """The same, by a sort, which XLA splits over devices as the tokens are: for top_k it brings
+    those of all devices to each of them."""
+    order = jax.lax.rev(jnp.arange(ranking.shape[-1], dtype=jnp.int32), (0,))
+    idx = jax.lax.full_like(ranking, 0, jnp.int32)
+    idx += jnp.expand_dims(order, tuple(range(ranking.ndim - 1)))
+    # Rising and reversed, so that NaN, which a sort puts last, comes first.
+    backwards = jax.lax.rev(ranking, (ranking.ndim - 1,))
+    _, idx = jax.lax.sort((backwards, idx), num_keys=1, is_stable=True)
+    return jax.lax.rev(idx[..., -count:], (idx.ndim - 1,))
+
+
+def _is_split_by_xla() -> bool:
+    """Whether the mesh that is set has axes over which XLA may split an array."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes))
 
 
 def _ordered(ranking: jax.Array) -> jax.Array:

@@ -16,7 +16,16 @@ from jax_megamoe import ops, update_selection_bias
 from jax_megamoe.models import storage, training
 from jax_megamoe.models.qwen3_moe import Qwen3Moe
 from tests.modules import assert_bitwise, assert_close
-from tests.qwen3_training import BATCH, CHUNK, SEQ, VOCABULARY, make_batch, make_config, trained
+from tests.qwen3_training import (
+    BATCH,
+    CHUNK,
+    MODEL,
+    SEQ,
+    VOCABULARY,
+    make_batch,
+    make_config,
+    trained,
+)
 from tests.refusals import refusal
 
 # float32 sums of another order, four steps of AdamW on them.
@@ -170,6 +179,23 @@ def test_the_gradient_of_the_output_matrix_is_summed_over_devices_once() -> None
         program = jax.make_jaxpr(jax.grad(loss))(parameters, hidden)
     sums = list(sums_over_devices(program.jaxpr, in_loop=False))
     assert [in_loop for shape, in_loop in sums if len(shape) == 2] == [False]
+
+
+def test_only_parameters_are_gathered_outside_of_the_layer() -> None:
+    """No device gets the tokens of others, or their logits, but where it has the experts."""
+    config = make_config(expert_parallel=2, model={**MODEL, "num_hidden_layers": 1})
+    mesh = training.make_mesh(config, jax.devices()[:4])
+    rows = jax.NamedSharding(mesh, training.BATCH_SPEC)
+    with jax.set_mesh(mesh):
+        model, optimizer = nnx.eval_shape(lambda: training.create(config))
+        batch = jax.device_put(make_batch(), rows)
+        program = training.train_step.lower(model, optimizer, batch, config).compile().as_text()
+    shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    parameters = {*shapes, *(shape[1:] for shape in shapes), (4, 128, 128)}  # experts of a device
+    lines = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(.*op_name=\"(.*?)\"", program)
+    gathered = [dims.removeprefix("1,") for dims, where in lines if "shard_map" not in where]
+    found = {tuple(map(int, dims.split(","))) for dims in gathered}
+    assert found and found <= parameters, found - parameters
 
 
 def sums_over_devices(jaxpr: Any, in_loop: bool) -> Iterator[tuple[tuple[int, ...], bool]]:
