@@ -25,6 +25,9 @@ from jax.sharding import PartitionSpec as P
 
 from jax_megamoe._backend import ranks_by_name, reason_for_reference
 from jax_megamoe.config import MegaMoEConfig
+from jax_megamoe.models.loss import AXES, is_target, of_microbatch, split
+from jax_megamoe.models.loss import BATCH_SPEC as BATCH_SPEC
+from jax_megamoe.models.loss import Batch as Batch
 from jax_megamoe.models.qwen3_moe import Qwen3Moe
 from jax_megamoe.models.training_config import TrainingConfig
 from jax_megamoe.nnx import MegaMoE
@@ -34,23 +37,7 @@ from jax_megamoe.validation import refuse
 
 Array = jax.Array
 
-AXES = ("data", "fsdp", "expert")
-# A step's sequences, each of its microbatches over all devices.
-BATCH_SPEC = P(None, AXES)
 ADAM_B2 = 0.95
-
-
-class Batch(NamedTuple):
-    """The sequences of a step, of A microbatches of B, laid out as `BATCH_SPEC`.
-
-    Attributes:
-      tokens: int32 [A, B, S + 1], numpy or jax: each position but the last predicts the next.
-      segment_ids: int32 [A, B, S + 1], as `Qwen3Moe` takes them; a token of another sequence than
-        the next one, or padding, predicts nothing. None: each row is one sequence.
-    """
-
-    tokens: Any
-    segment_ids: Any = None
 
 
 class StepMetrics(NamedTuple):
@@ -65,6 +52,18 @@ class StepMetrics(NamedTuple):
     loss: Array
     gradient_norm: Array
     load: Array
+
+
+class Evaluation(NamedTuple):
+    """Of a batch.
+
+    Attributes:
+      nll: float32 [], sum of -log p over what was predicted, without the router's losses.
+      num_targets: int32 [], how many that was.
+    """
+
+    nll: Array
+    num_targets: Array
 
 
 def make_mesh(config: TrainingConfig, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
@@ -175,23 +174,40 @@ def train_step(
         _move_selection_bias(model, load, config.bias_speed)
     keep_layout(model, optimizer)
     squares = [jnp.sum(gradient**2) for gradient in jax.tree.leaves(gradients)]
-    return StepMetrics(loss, jnp.sqrt(jnp.stack(squares).sum()), load)
+    return _on_each_device(StepMetrics(loss, jnp.sqrt(jnp.stack(squares).sum()), load))
+
+
+def evaluate(model: Qwen3Moe, batch: Batch, config: TrainingConfig) -> Evaluation:
+    """The loss of a batch, which may be any; it changes nothing. Compiled."""
+    # Not nnx.jit, which gives the whole model back, in arrays of its own.
+    return _evaluate(*nnx.split(model), batch, config)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _evaluate(graph: Any, state: Any, batch: Batch, config: TrainingConfig) -> Evaluation:
+    model = nnx.merge(graph, state)
+    quantized = _quantized(model, config)
+
+    def add(sums: Evaluation, part: Batch) -> tuple[Evaluation, None]:
+        nll, _ = of_microbatch(model, part, quantized, config.positions_at_a_time)
+        return Evaluation(sums.nll + nll, sums.num_targets + is_target(part).sum()), None
+
+    zeros = Evaluation(jnp.float32(0), jnp.int32(0))
+    sums, _ = jax.lax.scan(add, zeros, split(batch))
+    return _on_each_device(sums)
 
 
 def _gradients(model: Qwen3Moe, batch: Batch, config: TrainingConfig) -> tuple[Any, Array, Array]:
     """Gradients of the mean loss over the whole batch, that loss, and the load of each layer."""
-    quantized = model.quantize_experts() if config.precision == "fp8_block" else None
+    quantized = _quantized(model, config)
     graph, parameters, state = nnx.split(model, nnx.Param, ...)
     specs = nnx.get_partition_spec(parameters)
-    batch = jax.lax.with_sharding_constraint(jax.tree.map(jnp.asarray, batch), BATCH_SPEC)
-    num_targets = jnp.maximum(_is_target(batch).sum(), 1).astype(jnp.float32)
+    batch = split(batch)
+    num_targets = jnp.maximum(is_target(batch).sum(), 1).astype(jnp.float32)
 
     def loss_of(parameters: Any, part: Batch) -> tuple[Array, tuple[Array, Array]]:
         model = nnx.merge(graph, parameters, state)
-        ids = None if part.segment_ids is None else part.segment_ids[:, :-1]
-        hidden, aux = model.hidden(part.tokens[:, :-1], ids, quantized_experts=quantized)
-        targets, is_target = part.tokens[:, 1:], _is_target(part)
-        nll = summed_loss(model, hidden, targets, is_target, config.positions_at_a_time)
+        nll, aux = of_microbatch(model, part, quantized, config.positions_at_a_time)
         loss = nll / num_targets
         of_router = config.z_factor * aux.z_loss.mean()
         if config.balance == "loss":
@@ -210,42 +226,6 @@ def _gradients(model: Qwen3Moe, batch: Batch, config: TrainingConfig) -> tuple[A
     return sums
 
 
-def summed_loss(
-    model: Qwen3Moe, hidden: Array, targets: Array, is_target: Array, positions_at_a_time: int
-) -> Array:
-    """Sum of -log p(target) over the targets, float32 [], with few logits in memory.
-
-    Args:
-      model: of `make_model`, on the mesh that is set.
-      hidden: [B, S, H], of `model.hidden`.
-      targets: int32 [B, S]. is_target: bool [B, S], which of them count.
-      positions_at_a_time: that many of each sequence, a divisor of S, have their logits made
-        together; the backward makes them again.
-    """
-
-    def parts(a: Array) -> Array:
-        batch, seq, *rest = a.shape
-        chunks = a.reshape(batch, seq // positions_at_a_time, positions_at_a_time, *rest)
-        return jnp.moveaxis(chunks, 1, 0)
-
-    def of_a_device(matrix: Array, *rows: Array) -> Array:
-        # Varying before the scan, so that its gradient is summed over devices behind it, once.
-        matrix, zero = jax.lax.pcast((matrix, jnp.float32(0)), AXES, to="varying")
-
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def add(total: Array, part: tuple[Array, ...]) -> tuple[Array, None]:
-            hidden, targets, is_target = part
-            logits = model.logits(hidden, matrix)
-            nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-            return total + jnp.where(is_target, nll, 0.0).sum(), None
-
-        total, _ = jax.lax.scan(add, zero, tuple(map(parts, rows)))
-        return jax.lax.psum(total, AXES)
-
-    run = jax.shard_map(of_a_device, in_specs=(P(), P(AXES), P(AXES), P(AXES)), out_specs=P())
-    return run(model.output_matrix(), hidden, targets, is_target)
-
-
 def keep_layout[M: nnx.Module](model: M, optimizer: nnx.Optimizer) -> tuple[M, nnx.Optimizer]:
     """Constrains parameters and optimizer state to the layout of their metadata."""
     state = nnx.state((model, optimizer))
@@ -256,12 +236,14 @@ def keep_layout[M: nnx.Module](model: M, optimizer: nnx.Optimizer) -> tuple[M, n
     return model, optimizer
 
 
-def _is_target(batch: Batch) -> Array:
-    """bool [..., S]: which positions predict the next token."""
-    ids = batch.segment_ids
-    if ids is None:
-        return jnp.ones_like(batch.tokens[..., 1:], jnp.bool_)
-    return (ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != 0)
+def _on_each_device[T](metrics: T) -> T:
+    """So that each process can read them."""
+    return jax.lax.with_sharding_constraint(metrics, P())
+
+
+def _quantized(model: Qwen3Moe, config: TrainingConfig) -> Any:
+    """What all microbatches of a step share."""
+    return model.quantize_experts() if config.precision == "fp8_block" else None
 
 
 def _move_selection_bias(model: Qwen3Moe, load: Array, speed: float) -> None:

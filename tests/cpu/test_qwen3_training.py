@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
 from jax_megamoe import ops, update_selection_bias
-from jax_megamoe.models import storage, training
+from jax_megamoe.models import loss, storage, training
 from jax_megamoe.models.qwen3_moe import Qwen3Moe
 from tests.modules import assert_bitwise, assert_close
 from tests.qwen3_training import (
@@ -151,6 +151,18 @@ def test_the_loss_is_the_mean_over_what_is_predicted() -> None:
     assert_close(trained().losses[0], nll[is_target].mean(), 1e-5)
 
 
+def test_evaluating_gives_the_loss_of_the_step_and_changes_nothing() -> None:
+    config, batch = make_config(), make_batch()
+    with jax.set_mesh(training.make_mesh(config, jax.devices()[:1])):
+        model, _ = training.create(config)
+        before = jax.tree.map(np.array, nnx.state(model))
+        found = training.evaluate(model, batch, config)
+        jax.tree.map(assert_bitwise, jax.tree.map(np.asarray, nnx.state(model)), before)
+    ids = batch.segment_ids
+    assert found.num_targets == ((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] > 0)).sum()
+    assert_close(float(found.nll) / int(found.num_targets), trained().losses[0], 1e-6)
+
+
 def test_logits_are_never_whole() -> None:
     """No array of the program holds the logits of more than a chunk of each sequence."""
     config = make_config()
@@ -170,13 +182,13 @@ def test_the_gradient_of_the_output_matrix_is_summed_over_devices_once() -> None
         model, _ = nnx.eval_shape(lambda: training.create(config))
         graph, parameters, state = nnx.split(model, nnx.Param, ...)
 
-        def loss(parameters: Any, hidden: jax.Array) -> jax.Array:
+        def loss_of(parameters: Any, hidden: jax.Array) -> jax.Array:
             ones = jnp.ones((BATCH, SEQ), jnp.int32)
             model = nnx.merge(graph, parameters, state)
-            return training.summed_loss(model, hidden, ones, ones > 0, CHUNK)
+            return loss.summed_loss(model, hidden, ones, ones > 0, CHUNK)
 
         hidden = jax.ShapeDtypeStruct((BATCH, SEQ, 128), jnp.float32)
-        program = jax.make_jaxpr(jax.grad(loss))(parameters, hidden)
+        program = jax.make_jaxpr(jax.grad(loss_of))(parameters, hidden)
     sums = list(sums_over_devices(program.jaxpr, in_loop=False))
     assert [in_loop for shape, in_loop in sums if len(shape) == 2] == [False]
 
@@ -189,10 +201,10 @@ def test_only_parameters_are_gathered_outside_of_the_layer() -> None:
     with jax.set_mesh(mesh):
         model, optimizer = nnx.eval_shape(lambda: training.create(config))
         batch = jax.device_put(make_batch(), rows)
-        program = training.train_step.lower(model, optimizer, batch, config).compile().as_text()
+        program = training.train_step.lower(model, optimizer, batch, config).compile()
     shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
     parameters = {*shapes, *(shape[1:] for shape in shapes), (4, 128, 128)}  # experts of a device
-    lines = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(.*op_name=\"(.*?)\"", program)
+    lines = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(.*op_name=\"(.*?)\"", program.as_text())
     gathered = [dims.removeprefix("1,") for dims, where in lines if "shard_map" not in where]
     found = {tuple(map(int, dims.split(","))) for dims in gathered}
     assert found and found <= parameters, found - parameters

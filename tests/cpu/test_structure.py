@@ -80,8 +80,9 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "models.safetensors": {"validation"},
     "models.flops": {"models.qwen3_config"},
     "models.training_config": {"config", "validation"} | _QWEN3_PARTS,
+    "models.loss": {"nnx", "models.qwen3_moe"},
     "models.training": {"config", "validation", "_backend", "ops", "router", "nnx"}
-    | {"models.qwen3_moe", "models.training_config"},
+    | {"models.qwen3_moe", "models.training_config", "models.loss"},
     "compare": {"validation"} | _TRAINING,
     "__init__": _MODULES,
     "_machine": {"_ffi"},
