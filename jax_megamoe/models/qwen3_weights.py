@@ -9,6 +9,7 @@ model are [input, output], stacked over experts and layers. Values are moved, ne
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from jax_megamoe import weights
-from jax_megamoe.layouts import QWEN3_MOE, Stored
+from jax_megamoe.layouts import EXPERT, QWEN3_MOE, Stored
 from jax_megamoe.models.qwen3_config import Qwen3MoeConfig
 from jax_megamoe.models.qwen3_layers import Block
 from jax_megamoe.models.qwen3_moe import Qwen3Moe
@@ -89,8 +91,9 @@ def load_weights(model: Qwen3Moe, tensors: Mapping[str, Any]) -> None:
       model: drawn, or abstract as `flax.nnx.get_abstract_model` makes it, which draws nothing. Each
         parameter is put where the one that it replaces is.
       tensors: by name, numpy or jax arrays, float32, bfloat16 or float16. It may load on access:
-        names are asked at once, and then one parameter, stacked over its layers, is made after the
-        other.
+        names are asked at once. Then one parameter after the other is made, for each device of this
+        process its part, of the tensors that have some of it: a tensor that several devices share
+        is asked for by each of them.
 
     Raises:
       TypeError: an argument of another type, or a tensor that is no array or of another dtype.
@@ -106,22 +109,15 @@ def load_weights(model: Qwen3Moe, tensors: Mapping[str, Any]) -> None:
     for name in sorted(set(tensors) - expected):
         refuse(ValueError, name, "given", "left out: the model has no place for it")
 
-    for path, stored in _of_the_model(config).items():
-        variable = getattr(model, path)
-        # A copy, since on a CPU the parameter may be the memory that it is made of.
-        _place(variable, np.array(_read(tensors, stored, "", variable.shape), np.float32))
-    for layers in _runs(model):
-        first = layers[0].block
-        for path, stored in _of_a_layer(config, first.has_experts).items():
-            variable = operator.attrgetter(path)(first)
-            shape = variable.shape[1:]
-            parts = (_read(tensors, stored, layer.prefix, shape) for layer in layers)
-            _place(variable, _stack(variable.shape, parts))
-        if first.has_experts:
-            imported = [_import_experts(config, tensors, layer) for layer in layers]
-            for name in imported[0]:
-                variable = getattr(first.mlp, name)
-                _place(variable, _stack(variable.shape, (_checked(i, name) for i in imported)))
+    for variable, names, transposed in _places(model):
+        _fill(variable, names, tensors, transposed)
+
+
+def first_layers(tensors: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The tensors of a checkpoint but those of its layers behind the first `num_layers`."""
+    of_a_layer = re.compile(r"model\.layers\.(\d+)\.")
+    found = {name: of_a_layer.match(name) for name in tensors}
+    return {n: tensors[n] for n, layer in found.items() if not layer or int(layer[1]) < num_layers}
 
 
 def export_weights(model: Qwen3Moe, *, dtype: DTypeLike = jnp.float32) -> weights.Computed:
@@ -134,7 +130,8 @@ def export_weights(model: Qwen3Moe, *, dtype: DTypeLike = jnp.float32) -> weight
 
     Returns:
       A mapping from names to numpy arrays. Each is made anew when it is taken; in the mapping's
-      order each parameter of a layer is fetched once.
+      order each parameter of a layer is fetched once. Where several processes have the model, all
+      of them must take the same tensors in the same order, and each gets the whole of them.
 
     Raises:
       TypeError: an argument of another type or dtype.
@@ -145,7 +142,7 @@ def export_weights(model: Qwen3Moe, *, dtype: DTypeLike = jnp.float32) -> weight
     # One for all layers, so that one layer's share of one parameter is held: E tensors need it.
     @functools.lru_cache(maxsize=1)
     def fetch(layer: _Layer, path: str) -> np.ndarray:
-        return np.asarray(operator.attrgetter(path)(layer.block)[...][layer.place])
+        return _on_host(operator.attrgetter(path)(layer.block)[...][layer.place])
 
     makes: dict[str, Callable[[], Any]] = {}
     for path, stored in _of_the_model(config).items():
@@ -199,47 +196,76 @@ def _expert_options(config: Qwen3MoeConfig, layer: _Layer) -> dict[str, Any]:
     }
 
 
-def _import_experts(
-    config: Qwen3MoeConfig, tensors: Mapping[str, Any], layer: _Layer
-) -> weights.Computed:
-    return weights.import_weights(tensors, QWEN3_MOE, **_expert_options(config, layer))
+def _places(model: Qwen3Moe) -> Iterator[tuple[nnx.Variable[Any], np.ndarray, bool]]:
+    """Each parameter, and of which tensors it is stacked: their names, [], [layers] or [layers, E],
+    and whether they are transposed."""
+    config = model.config
+    for path, stored in _of_the_model(config).items():
+        yield getattr(model, path), np.array(stored.name), stored.transposed
+    for layers in _runs(model):
+        first = layers[0].block
+        for path, stored in _of_a_layer(config, first.has_experts).items():
+            names = np.array([layer.prefix + stored.name for layer in layers])
+            yield operator.attrgetter(path)(first), names, stored.transposed
+        for path, stored in QWEN3_MOE.parameters().items() if first.has_experts else ():
+            ids = range(config.num_experts) if EXPERT in stored.name else (None,)
+            of_each = [
+                [f"{layer.prefix}mlp.{stored.name.replace(EXPERT, str(e))}" for e in ids]
+                for layer in layers
+            ]
+            names = np.array(of_each) if EXPERT in stored.name else np.array(of_each)[:, 0]
+            yield getattr(first.mlp, path), names, stored.transposed
+
+
+def _fill(
+    variable: nnx.Variable[Any], names: np.ndarray, tensors: Mapping[str, Any], transposed: bool
+) -> None:
+    """Each device gets its part, which is read for it alone."""
+    value = variable.get_value()
+    shape = value.shape[names.ndim :]
+
+    def part(index: Any) -> np.ndarray:
+        chosen = np.asarray(names[index[: names.ndim]])
+        inner = index[names.ndim :]
+        sizes = (len(range(*s.indices(n))) for s, n in zip(inner, shape, strict=True))
+        # New memory, which on a CPU becomes the parameter.
+        stacked = np.empty((*chosen.shape, *sizes), np.float32)
+        for place in np.ndindex(chosen.shape):
+            stacked[place] = _read(tensors, str(chosen[place]), shape, transposed)[inner]
+        return stacked
+
+    sharding = value.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    parts = [
+        # One after the other: the host may not have room for two.
+        jax.block_until_ready(jax.device_put(part(index), device))
+        for device, index in sharding.addressable_devices_indices_map(value.shape).items()
+    ]
+    variable.set_value(jax.make_array_from_single_device_arrays(value.shape, sharding, parts))
 
 
 def _read(
-    tensors: Mapping[str, Any], stored: Stored, prefix: str, shape: tuple[int, ...]
+    tensors: Mapping[str, Any], name: str, shape: tuple[int, ...], transposed: bool
 ) -> np.ndarray:
-    """A parameter that has a tensor of its own."""
-    name = prefix + stored.name
-    value = _checked(tensors, name)
-    wanted = shape[::-1] if stored.transposed else shape
-    if value.shape != wanted:
-        refuse(ValueError, name, f"of shape {value.shape}", f"of shape {wanted}")
-    return value.T if stored.transposed else value
-
-
-def _checked(arrays: Mapping[str, Any], name: str) -> np.ndarray:
-    value = arrays[name]
+    """A tensor, as the parameter has it."""
+    value = tensors[name]
     check_array(name, value)
     if str(value.dtype) not in _DTYPES:
         refuse(TypeError, name, f"of dtype {value.dtype}", f"of {', '.join(_DTYPES)}")
-    return np.asarray(value)
+    wanted = shape[::-1] if transposed else shape
+    if value.shape != wanted:
+        refuse(ValueError, name, f"of shape {value.shape}", f"of shape {wanted}")
+    value = np.asarray(value)
+    return value.T if transposed else value
 
 
-def _stack(shape: tuple[int, ...], parts: Iterator[np.ndarray]) -> np.ndarray:
-    stacked = np.empty(shape, np.float32)
-    for place, part in enumerate(parts):
-        stacked[place] = part
-    return stacked
-
-
-def _place(variable: nnx.Variable[Any], value: np.ndarray) -> None:
-    placed = jax.device_put(value, variable.get_value().sharding)
-    # Before the next one is made: the host may not have room for two.
-    variable.set_value(jax.block_until_ready(placed))
+def _on_host(a: jax.Array) -> np.ndarray:
+    if a.is_fully_addressable:
+        return np.asarray(a)
+    return multihost_utils.process_allgather(a, tiled=True)
 
 
 def _whole(variable: nnx.Variable[Any]) -> np.ndarray:
-    return np.asarray(variable[...])
+    return _on_host(variable[...])
 
 
 def _put(take: Callable[[], np.ndarray], stored: Stored) -> np.ndarray:
