@@ -185,7 +185,7 @@ def from_hugging_face(fields: Mapping[str, Any]) -> Qwen3MoeConfig:
       fields: what its config.json holds, of transformers 4 or 5.
 
     Raises:
-      TypeError: no mapping.
+      TypeError: no mapping, or a field of another type.
       ValueError: a field that is missing, or of no known name, or with a value that asks for what
         the model does not do: sliding windows, scaled rotary frequencies, dropout, another
         activation, quantised weights. It is named; none is ignored but those that change no number
@@ -201,9 +201,15 @@ def from_hugging_face(fields: Mapping[str, Any]) -> Qwen3MoeConfig:
         left["rope_theta"] = _rope_theta(left.pop("rope_parameters"))
     if "num_local_experts" in left:
         left["num_experts"] = left.pop("num_local_experts")
-    if left.get("head_dim") is None and {"hidden_size", "num_attention_heads"} <= set(left):
+    divided = ("hidden_size", "num_attention_heads")
+    if left.get("head_dim") is None and set(divided) <= set(left):
+        for name in divided:
+            check_size(name, left[name], INT32_MAX)
         left["head_dim"] = left["hidden_size"] // left["num_attention_heads"]
-    left["mlp_only_layers"] = tuple(left.get("mlp_only_layers") or ())
+    layers = left.pop("mlp_only_layers", None)
+    if not isinstance(layers, list | tuple | None):
+        refuse(TypeError, "mlp_only_layers", repr(layers), "a list of ints")
+    left["mlp_only_layers"] = tuple(layers or ())
     known = dataclasses.fields(Qwen3MoeConfig)
     for field in known:
         if field.default is dataclasses.MISSING and field.name not in left:

@@ -224,7 +224,7 @@ def _model(given: Any, folder: pathlib.Path) -> Qwen3MoeConfig:
     names = [field.name for field in dataclasses.fields(Qwen3MoeConfig)]
     base = changes.pop("base", None)
     _refuse_others(changes, names, "model.")
-    if "mlp_only_layers" in changes:
+    if isinstance(changes.get("mlp_only_layers"), list):
         changes["mlp_only_layers"] = tuple(changes["mlp_only_layers"])
     if base is not None:
         return dataclasses.replace(_model(base, folder), **changes)

@@ -114,6 +114,26 @@ def test_what_is_no_config_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "name", "was", "may_be"),
     [
+        ({"num_attention_heads": 0}, ValueError, "num_attention_heads", "0", r"in 1\.\."),
+        ({"num_attention_heads": "4"}, TypeError, "num_attention_heads", "'4'", "an int"),
+        ({"hidden_size": None}, TypeError, "hidden_size", "None", "an int"),
+        ({"mlp_only_layers": 3}, TypeError, "mlp_only_layers", "3", "a list of ints"),
+        ({"mlp_only_layers": "01"}, TypeError, "mlp_only_layers", "'01'", "a list of ints"),
+        ({"mlp_only_layers": ["0"]}, TypeError, "mlp_only_layers", "'0'", "an int"),
+    ],
+)
+def test_fields_of_a_file_are_refused_by_name(
+    fields: dict[str, Any], error: type[Exception], name: str, was: str, may_be: str
+) -> None:
+    """Also where the size of a head follows from them."""
+    given = {k: v for k, v in FIELDS.items() if k != "head_dim"} | fields
+    with refusal(error, name, was, may_be):
+        from_hugging_face(given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "name", "was", "may_be"),
+    [
         ({"vocab_size": 0}, ValueError, "vocab_size", "0", r"in 1\.\."),
         ({"hidden_size": 8.0}, TypeError, "hidden_size", r"8\.0", "an int"),
         ({"num_experts": 513}, ValueError, "num_experts", "513", r"in 1\.\.512"),

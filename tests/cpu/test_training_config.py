@@ -70,6 +70,13 @@ def test_what_the_experts_are_told() -> None:
         ({"model": {**MODEL, "hidden": 8}}, ValueError, "model.hidden", "given", "hidden_size"),
         ({"model": {"hidden_size": 8}}, ValueError, "model.vocab_size", "missing", "there"),
         ({"model": "qwen3-40b"}, ValueError, "model", "'qwen3-40b'", "qwen3-30b-a3b"),
+        (
+            {"model": {**MODEL, "mlp_only_layers": 3}},
+            TypeError,
+            "mlp_only_layers",
+            "a int",
+            "tuple",
+        ),
         ({"model": 3}, TypeError, "model", "a int", "a name"),
         ({"seq": 0}, ValueError, "seq", "0", "in 1"),
         ({"seq": 18}, ValueError, "seq", "18", "a multiple of 4"),
