@@ -11,28 +11,34 @@ packages datasets, transformers and tensorboardX, of the extra `text`, are neede
 that say so alone. --moe jax takes the layer's reference in plain JAX and changes nothing else.
 
 Writes run.csv and run.png below --out, and run.json, which `python -m jax_megamoe.compare --config`
-takes. Ctrl-C stops after the step in progress; with --checkpoint it saves that step too, and
---resume gives what an uninterrupted run would have, bit for bit.
+takes. The end of the text is held out: its loss is computed now and then. Ctrl-C stops after the
+step in progress, with several processes one step later; with --checkpoint it saves that step too,
+and --resume gives what an uninterrupted run would have, bit for bit. --weights starts from a
+checkpoint of Hugging Face, --export leaves one.
 """
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import math
 import pathlib
 import sys
-import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 from lm.checkpoint import CheckpointError, Checkpoints, Settings
 from lm.data import DataError
 from lm.terminal import INTERRUPTED, StopRequest, UsageError, simulate_devices
-from qwen3 import data, report
+from qwen3 import data, processes, report, weights
+from qwen3.progress import HeldOut, Run
 from tqdm import tqdm
 
 from jax_megamoe.models import flops, training
+from jax_megamoe.models.qwen3_moe import Qwen3Moe
 from jax_megamoe.models.training_config import (
     TrainingConfig,
     add_arguments,
@@ -50,7 +56,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", type=pathlib.Path, default=pathlib.Path("out"), help="where to write (./out)")
-    add("--devices", type=int, help="simulate that many CPU devices")
+    add("--devices", type=int, help="simulate that many CPU devices, in each process")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--data", help="a file or a directory (default: Python's standard library)")
     text.add_argument("--dataset", metavar="NAME[,CONFIG]", help="of Hugging Face; needs datasets")
@@ -59,18 +65,26 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--most-tokens", type=int, default=10**9, help="of the text (%(default)s)")
     kept = "a .npy file that keeps the tokens for other runs, which then read no text"
     add("--tokens", type=pathlib.Path, help=kept)
+    part = "of the text's end that is not trained on: tokens, or a share below 1; 0: none (default:"
+    most = f"{data.HELD_OUT_SHARE:.0%}, at least a sequence, at most {data.HELD_OUT_MOST} tokens)"
+    add("--held-out", type=float, metavar="X", help=f"{part} {most}".replace("%", "%%"))
+    add("--held-out-every", type=int, default=100, help="steps between its losses (%(default)s)")
     add("--checkpoint", type=pathlib.Path, help="a folder to save the run in")
     add("--checkpoint-every", type=int, default=100, help="steps between two (%(default)s)")
     add("--resume", action="store_true", help="go on with the run that --checkpoint holds, if any")
     add("--tensorboard", action="store_true", help="write OUT/tensorboard; needs tensorboardX")
+    weights.add_arguments(parser)
+    processes.add_arguments(parser)
     add_arguments(parser)
     return parser.parse_args(argv)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    for name in ("most_tokens", "checkpoint_every"):
+    for name in ("most_tokens", "checkpoint_every", "held_out_every"):
         if (value := getattr(args, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, but it is {value}.")
+    if args.held_out is not None and not 0 <= args.held_out < math.inf:
+        raise UsageError(f"--held-out must be finite and at least 0, but it is {args.held_out}.")
     if args.resume and args.checkpoint is None:
         raise UsageError("--resume needs --checkpoint, the folder of the run to go on with.")
     if args.tokens is not None and args.tokens.suffix != ".npy":
@@ -90,73 +104,27 @@ def load_text(args: argparse.Namespace, config: TrainingConfig) -> data.Text:
     return data.load_text(texts, source, tokenizer, args.most_tokens, args.tokens)
 
 
-class Run:
-    """The record of a run as it goes: rows, progress bar, TensorBoard.
-
-    A step is recorded when the next one has been given to the devices, so that they need not wait.
-    """
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        devices: np.ndarray,
-        rows: list[report.Row],
-        board: report.TensorBoard,
-        bar: tqdm,
-    ) -> None:
-        self._config, self._rows, self._board, self._bar = config, rows, board, bar
-        self._num_devices = devices.size
-        self._peak = flops.peak_flops(devices.flat[0].device_kind)
-        self._since = time.perf_counter()
-
-    def record(self, step: int, metrics: training.StepMetrics, of_step: float) -> None:
-        """Waits for the step; `of_step`: its FLOPs.
-
-        Raises:
-          UsageError: its loss is not finite.
-        """
-        loss, norm, load = jax.device_get(metrics)
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        per_device = 1 / (seconds * self._num_devices)
-        imbalance = load.max(axis=1) / np.maximum(load.mean(axis=1), 1)
-        row = report.Row(
-            step=step,
-            loss=float(loss),
-            gradient_norm=float(norm),
-            tokens_per_s_device=self._config.batch * self._config.seq * per_device,
-            mfu=None if self._peak is None else of_step * per_device / self._peak,
-            imbalance=[float(value) for value in imbalance],
-        )
-        self._rows.append(row)
-        self._board.add(row)
-        of_peak = "" if row.mfu is None else f", MFU {row.mfu:.1%}"
-        rate = f"{row.tokens_per_s_device:,.0f} tokens/s a device"
-        self._bar.set_postfix_str(f"loss {row.loss:.3f}, {rate}{of_peak}", refresh=False)
-        self._bar.update()
-        if not math.isfinite(row.loss):
-            raise UsageError(
-                f"the loss became {row.loss} at step {step}; try a lower --learning-rate."
-            )
-
-
 def train(
     args: argparse.Namespace,
     config: TrainingConfig,
     text: data.Text,
+    held_out: data.Text | None,
     mesh: jax.sharding.Mesh,
     checkpoints: Checkpoints | None,
     rows: list[report.Row],
-) -> None:
+) -> Qwen3Moe:
     """Runs the steps under the mesh that is set, until Ctrl-C at most; appends a row for each.
 
     Raises:
-      UsageError: the loss is not finite; `rows` then ends with that step.
+      UsageError: a loss is not finite; `rows` then ends with that step.
     """
     model, optimizer = training.create(config)
     if checkpoints:
         rows += [report.Row(*row) for row in checkpoints.restore(model, optimizer)]
-    sharding = jax.NamedSharding(mesh, training.BATCH_SPEC)
+    if args.weights and not rows:
+        weights.load(model, args.weights)
+    place = processes.Placing(mesh, config.microbatches)
+    held = None if held_out is None else HeldOut(held_out, config, place)
 
     def make(step: int) -> tuple[training.Batch, float]:
         """A step's batch, and its FLOPs."""
@@ -164,48 +132,74 @@ def train(
         ids = data.segment_ids(tokens, text.end)
         pairs = flops.attended_pairs(ids[:, :-1])
         of_step = flops.step_flops(config.model, config.batch * config.seq, pairs)
-        parts = (a.reshape(config.microbatches, -1, config.seq + 1) for a in (tokens, ids))
-        # New arrays each time: on a CPU the devices may use the memory of these.
-        return training.Batch(*jax.device_put(tuple(parts), sharding)), of_step
+        return place(tokens, ids), of_step
 
     steps = range(len(rows) + 1, config.steps + 1)
-    folder = args.out / "tensorboard" if args.tensorboard else None
+    speaks = processes.is_first()
+    folder = args.out / "tensorboard" if args.tensorboard and speaks else None
+    bar_options = {"initial": len(rows), "unit": "step", "mininterval": 1.0, "disable": not speaks}
     with (
         report.TensorBoard(folder, steps.start) as board,
-        StopRequest() as stop,
+        StopRequest() as own_stop,
         contextlib.closing(data.prefetch(make, steps)) as batches,
-        tqdm(total=config.steps, initial=len(rows), unit="step", mininterval=1.0) as bar,
+        tqdm(total=config.steps, **bar_options) as bar,
     ):
         run = Run(config, mesh.devices, rows, board, bar)
+        stop = processes.SharedStop(own_stop, mesh)
         given = None
         for step, (batch, of_step) in zip(steps, batches, strict=True):
             metrics = training.train_step(model, optimizer, batch, config)
             if given is not None:
                 run.record(*given)
             given = (step, metrics, of_step)
-            is_last = step == config.steps or stop.asked
-            if is_last or (checkpoints and checkpoints.is_time(step)):
+            is_last = step == config.steps or stop.asked()
+            # Not where a run is stopped: one that never was would not have it.
+            evaluates = held and (step % args.held_out_every == 0 or step == config.steps)
+            if is_last or evaluates or (checkpoints and checkpoints.is_time(step)):
                 run.record(*given)
                 given = None
+                if held and evaluates:
+                    run.record_held_out(held.loss(model))
                 if checkpoints:
                     checkpoints.save(step, model, optimizer, rows, is_last)
             if is_last:
                 break
+    return model
 
 
-def settings_of(args: argparse.Namespace, config: TrainingConfig, text: data.Text) -> Settings:
+def settings_of(
+    args: argparse.Namespace,
+    config: TrainingConfig,
+    text: data.Text,
+    held_out: data.Text | None,
+) -> Settings:
     """What a run must share with the one that it goes on with."""
     fields = {name: value for name, value in to_dict(config).items() if name not in MAY_CHANGE}
     tokens = hashlib.sha256(np.ascontiguousarray(text.tokens).data).hexdigest()
-    return {**fields, "tokenizer": args.tokenizer, "sha256 of the tokens": tokens}
+    return {
+        **fields,
+        "tokenizer": args.tokenizer,
+        "sha256 of the tokens": tokens,
+        "tokens held out": 0 if held_out is None else len(held_out.tokens),
+        "held_out_every": args.held_out_every,
+    }
 
 
-def run(args: argparse.Namespace) -> int:
-    """Trains, reports, writes the files; the exit status."""
+def configure(args: argparse.Namespace) -> tuple[TrainingConfig, jax.sharding.Mesh, str]:
+    """What the run is, its mesh, and what runs the experts.
+
+    Raises:
+      UsageError: options that are none, or do not fit each other, the devices or the weights.
+    """
     check_arguments(args)
+    if args.weights is not None and args.model is None:
+        args.model = str(args.weights)
     try:
         config = from_arguments(args)
+        if args.weights is not None:
+            weights.check_fits(args.weights, config.model, args.layers)
         simulate_devices(args.devices)
+        processes.join(args)
         mesh = training.make_mesh(config)
         model = config.model
         sizes = {
@@ -216,39 +210,61 @@ def run(args: argparse.Namespace) -> int:
         experts = training.experts_run_on(config.experts, **sizes)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"{error}.") from error
-    text = load_text(args, config)
-    data.rows_of_step(text, config.seed, 1, 1, config.seq)  # refuses a text that is too short
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {args.out} cannot be made a directory: {error}.") from error
-    (args.out / "run.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    print(
-        f"text: {text.source}, {len(text.tokens):,} tokens\n"
+    if args.export is not None:
+        weights.check_export(args.export, config.balance)
+    return config, mesh, experts
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, reports, writes the files; the exit status."""
+    config, mesh, experts = configure(args)
+    text, held_out = data.hold_out(load_text(args, config), args.held_out, config.seq)
+    writes = processes.is_first()
+    say: Callable[..., Any] = functools.partial(print, flush=True) if writes else lambda *_: None
+    settings: Settings = {}
+    if args.checkpoint is not None or jax.process_count() > 1:
+        settings = settings_of(args, config, text, held_out)
+    together = [*map(str, (args.weights, args.layers, args.checkpoint, args.resume, args.export))]
+    processes.check_same(
+        "options or a text", [settings, to_dict(config), args.checkpoint_every, together]
+    )
+    if writes:
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {args.out} cannot be made a directory: {error}.") from error
+        (args.out / "run.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    num_held_out = 0 if held_out is None else len(held_out.tokens)
+    say(
+        f"text: {text.source}, {len(text.tokens):,} tokens to train on, {num_held_out:,} held out\n"
         f"mesh: {dict(mesh.shape)} on {jax.devices()[0].device_kind}, {config.precision}\n"
-        f"experts: {experts}",
-        flush=True,
+        f"experts: {experts}"
     )
     rows: list[report.Row] = []
     with contextlib.ExitStack() as stack:
         checkpoints = None
         if args.checkpoint is not None:
-            how = (args.checkpoint_every, settings_of(args, config, text), args.resume)
+            how = (args.checkpoint_every, settings, args.resume)
             checkpoints = stack.enter_context(
                 Checkpoints(args.checkpoint, *how, in_background=True)
             )
-            print(f"checkpoints: {args.checkpoint}, from step {(checkpoints.latest or 0) + 1} on")
+            say(f"checkpoints: {args.checkpoint}, from step {(checkpoints.latest or 0) + 1} on")
         stack.enter_context(jax.set_mesh(mesh))
         try:
-            train(args, config, text, mesh, checkpoints, rows)
+            model = train(args, config, text, held_out, mesh, checkpoints, rows)
         finally:
-            if rows:  # a run that never began leaves an earlier one's files alone
+            if rows and writes:  # a run that never began leaves an earlier one's files alone
                 report.write(rows, args.out)
-                print(f"written: {args.out}/run.csv, {args.out}/run.png")
-    if len(rows) < config.steps:
-        print(f"interrupted after {len(rows)} of {config.steps} steps")
-        return INTERRUPTED
-    print(f"loss of the last step: {rows[-1].loss:.4f} nats per token")
+                say(f"written: {args.out}/run.csv, {args.out}/run.png")
+        if len(rows) < config.steps:
+            say(f"interrupted after {len(rows)} of {config.steps} steps")
+            return INTERRUPTED
+        if args.export is not None:
+            weights.export(model, args.export, args.export_dtype)
+            say(f"model: {args.export}")
+    held = rows[-1].held_out_loss
+    of_held_out = "" if held is None else f", held out {held:.4f}"
+    say(f"loss of the last step: {rows[-1].loss:.4f}{of_held_out} nats per token")
     return 0
 
 

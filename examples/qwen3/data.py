@@ -9,6 +9,7 @@ import collections
 import importlib
 import itertools
 import pathlib
+import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from lm.data import DataError, read_texts
 
 BYTES = "bytes"
 NUM_BYTES = 256
+# What is held out where nobody says: this share, and at most so many tokens.
+HELD_OUT_SHARE, HELD_OUT_MOST = 0.01, 2**20
 DOCUMENTS_AT_A_TIME = 256
 
 
@@ -107,12 +110,56 @@ def load_text(
             return Text(tokens, tokenizer.end, source)
         try:
             cache.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = cache.with_suffix(".part.npy")  # of a run that is stopped here
+            # Another name, for a run that is stopped here, and of each process its own.
+            unfinished = cache.with_suffix(f".{uuid.uuid4().hex}.part.npy")
             np.save(unfinished, tokens)
             unfinished.replace(cache)
         except OSError as error:
             raise DataError(f"--tokens {cache} cannot be written: {error}.") from error
     return Text(_kept(cache, tokenizer), tokenizer.end, f"{source}, kept in {cache}")
+
+
+def hold_out(text: Text, amount: float | None, seq: int) -> tuple[Text, Text | None]:
+    """What is trained on, and the end of the text, which is not.
+
+    amount: how many tokens, or which share of all where it is below 1, or 0; None: HELD_OUT_SHARE,
+      but at least a sequence and at most HELD_OUT_MOST. The part begins with a document where one
+      begins in the first half of these.
+
+    Raises:
+      DataError: a part has no sequence of S = `seq`.
+    """
+    if amount == 0:
+        return text, None
+    total = len(text.tokens)
+    if amount is None:
+        count = min(max(int(HELD_OUT_SHARE * total), seq + 1), HELD_OUT_MOST)
+    else:
+        count = int(amount * total if amount < 1 else amount)
+    if min(count, total - count) <= seq:
+        raise DataError(
+            f"too little text in {text.source}: {total} tokens, of which {count} are held out, but"
+            f" a sequence of either part needs {seq + 1}. Give more text, or another --held-out, or"
+            " lower --seq."
+        )
+    first = total - count
+    ends = np.flatnonzero(text.tokens[first - 1 : first - 1 + count // 2] == text.end)
+    first += int(ends[0]) if ends.size else 0
+    return text._replace(tokens=text.tokens[:first]), text._replace(tokens=text.tokens[first:])
+
+
+def held_out_batches(text: Text, batch: int, seq: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """All of a text in its order: rows int32 [batch, seq + 1], and their segment ids, which are 0
+    behind its end."""
+    starts = range(0, len(text.tokens) - 1, seq)
+    for of_batch in itertools.batched(starts, batch):
+        rows = np.zeros((batch, seq + 1), np.int32)
+        is_text = np.zeros(rows.shape, np.bool_)
+        for place, start in enumerate(of_batch):
+            row = text.tokens[start : start + seq + 1]
+            rows[place, : len(row)] = row
+            is_text[place, : len(row)] = True
+        yield rows, np.where(is_text, segment_ids(rows, text.end), 0)
 
 
 def rows_of_step(text: Text, seed: int, step: int, batch: int, seq: int) -> np.ndarray:

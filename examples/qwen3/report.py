@@ -11,10 +11,12 @@ from qwen3.data import need_package
 
 class Row(NamedTuple):
     """A step. Rates are of the time since the step before it was done: with what was saved
-    between them, and of a process's first step with the compilation.
+    between them, but not with what was held out, and of a process's first step with the
+    compilation.
 
     Attributes:
       loss: in nats per token.
+      held_out_loss: behind the step; None where it was not computed.
       gradient_norm: before it is clipped.
       tokens_per_s_device: of one device.
       mfu: share of the devices' bf16 peak; None where that is not known.
@@ -23,6 +25,7 @@ class Row(NamedTuple):
 
     step: int
     loss: float
+    held_out_loss: float | None
     gradient_norm: float
     tokens_per_s_device: float
     mfu: float | None
@@ -43,7 +46,11 @@ def write(rows: Sequence[Row], out: pathlib.Path) -> None:
     figure, (loss, rate, load) = pyplot.subplots(
         3, sharex=True, figsize=(8, 9), layout="constrained"
     )
-    loss.plot(steps, [row.loss for row in rows], lw=1)
+    loss.plot(steps, [row.loss for row in rows], lw=1, label="training")
+    held_out = [(row.step, row.held_out_loss) for row in rows if row.held_out_loss is not None]
+    if held_out:
+        loss.plot(*zip(*held_out, strict=True), "o-", ms=4, label="held out")
+        loss.legend()
     loss.set_ylabel("nats per token")
     rate.plot(steps, [row.tokens_per_s_device for row in rows], lw=1)
     rate.set_ylabel("tokens/s of a device")
@@ -77,8 +84,13 @@ class TensorBoard:
             self._writer.close()
 
     def add(self, row: Row) -> None:
-        if self._writer is None:
-            return
-        for name, value in scalars(row).items():
-            if name != "step" and value is not None:
+        self._add(row, {name: value for name, value in scalars(row).items() if name != "step"})
+
+    def add_held_out(self, row: Row) -> None:
+        """Of a row that was added without it."""
+        self._add(row, {"held_out_loss": row.held_out_loss})
+
+    def _add(self, row: Row, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if self._writer is not None and value is not None:
                 self._writer.add_scalar(name, value, row.step)
