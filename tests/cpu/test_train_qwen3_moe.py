@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from jax_megamoe.models.training_config import from_dict
+from tests import processes
 from tests.training import ROOT, final_state, rows, train, write_text
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -19,7 +21,8 @@ script = importlib.import_module("train_qwen3_moe")
 
 SMALL = ROOT / "examples" / "qwen3" / "small.toml"
 TINY = "--layers 1 --seq 16 --batch 16 --microbatches 2 --steps 6 --warmup 1 --expert-parallel 2"
-TINY = f"{TINY} --checkpoint-every 2 --loss-chunk 8".split()
+TINY = f"{TINY} --checkpoint-every 2 --loss-chunk 8 --held-out-every 3".split()
+WITHOUT_A_CACHE: dict[str, Any] = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +39,9 @@ def arguments(text: Path, out: Path) -> list[Any]:
 
 def run(text: Path, out: Path, *others: Any) -> subprocess.CompletedProcess[str]:
     """Programs that are compiled once are kept beside the text, for the runs that go on."""
-    cache = {
+    cache = WITHOUT_A_CACHE | {
         "JAX_COMPILATION_CACHE_DIR": str(text.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     given = [*arguments(text, out), "--devices", 4, *others]
     return train(*given, script="train_qwen3_moe", **cache)
@@ -53,7 +55,8 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.returncode == 0, result.stderr
     assert "'data': 1, 'fsdp': 2, 'expert': 2" in result.stdout
     assert "experts: the reference (JAX runs on the cpu)" in result.stdout
-    assert "loss of the last step" in result.stdout and "tokens/s a device" in result.stderr
+    assert re.search(r"loss of the last step: [\d.]+, held out [\d.]+ nats", result.stdout)
+    assert re.search(r"held out [\d.]+, \d+ tokens/s a device", result.stderr)
     return out
 
 
@@ -62,6 +65,8 @@ def test_a_run_leaves_its_record_and_its_config(whole: Path) -> None:
     assert [row["step"] for row in found] == list("123456")
     assert float(found[-1]["loss"]) < float(found[0]["loss"])
     assert all(1 <= float(row["imbalance_0"]) <= 4 and not row["mfu"] for row in found)
+    held_out = {row["step"]: float(row["held_out_loss"]) for row in found if row["held_out_loss"]}
+    assert set(held_out) == {"3", "6"} and held_out["6"] < held_out["3"]
     assert (whole / "run.png").read_bytes().startswith(b"\x89PNG")
     config = from_dict(json.loads((whole / "run.json").read_text()))
     assert (config.seq, config.steps, config.model.num_hidden_layers) == (16, 6, 1)
@@ -86,9 +91,28 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
         np.testing.assert_array_equal(a, b)
 
 
+def test_two_processes_train_the_model_of_one(whole: Path, text: Path, tmp_path: Path) -> None:
+    """With as many devices between them; the first one leaves the files, both the checkpoints."""
+    given = [*map(str, arguments(text, tmp_path)), "--devices", "2"]
+    pair = processes.run_pair(
+        "tests.training_programs", "script", *given, **processes.ON_CPU, **WITHOUT_A_CACHE
+    )
+    assert [process.said for process in pair] == [["0"], ["0"]], pair
+    assert "tokens/s a device" in pair[0].errors and "tokens/s" not in pair[1].errors
+    found, expected = rows(tmp_path, "run.csv"), rows(whole, "run.csv")
+    for name in ("loss", "held_out_loss", "gradient_norm"):
+        values, right = ([float(row[name] or 0) for row in of] for of in (found, expected))
+        assert values == pytest.approx(right, rel=1e-5)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"4", "6"}
+    for a, b in zip(final_state(tmp_path, 6), final_state(whole, 6), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("others", "message"),
     [
+        (["--resume", "--held-out", 300], "the run to resume had sha256 of the tokens"),
+        (["--resume", "--held-out-every", 2], "the run to resume had held_out_every = 3"),
         ([], "holds a run up to step 4; add --resume"),
         (["--resume", "--seed", 1], "the run to resume had seed = 0, but this one has 1"),
         (["--resume", "--moe", "jax"], "the run to resume had moe = 'megamoe'"),

@@ -9,7 +9,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,8 +18,8 @@ from tests.qwen3_training import BATCH, SEQ, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
-data, report, script = map(
-    importlib.import_module, ("qwen3.data", "qwen3.report", "train_qwen3_moe")
+data, report, progress, script = map(
+    importlib.import_module, ("qwen3.data", "qwen3.report", "qwen3.progress", "train_qwen3_moe")
 )
 
 TOKENIZER = data.load_tokenizer("bytes")
@@ -88,6 +87,55 @@ def test_each_pass_has_every_row_once_in_an_order_of_its_own() -> None:
         data.rows_of_step(text, 0, 1, 1, 41)
 
 
+@pytest.mark.parametrize(
+    ("amount", "first"),
+    [
+        (20, 83),  # where a document begins, not at 80
+        (0.2, 83),
+        (9, 91),  # the next begins behind the half of these
+        (3, 97),
+        (0, 100),
+        (None, 97),  # a share is less than a sequence
+    ],
+)
+def test_the_end_of_a_text_is_held_out(amount: float | None, first: int) -> None:
+    tokens = np.arange(100, dtype=np.int32)
+    tokens[[82, 96]] = -1
+    text = data.Text(tokens, -1, "here")
+    train, held_out = data.hold_out(text, amount, 2)
+    np.testing.assert_array_equal(train.tokens, tokens[:first])
+    if amount == 0:
+        assert held_out is None
+    else:
+        np.testing.assert_array_equal(held_out.tokens, tokens[first:])
+
+
+def test_at_most_so_many_tokens_are_held_out_unasked() -> None:
+    text = data.Text(np.zeros(200 * data.HELD_OUT_MOST, np.int8), -1, "here")
+    assert len(data.hold_out(text, None, 8)[1].tokens) == data.HELD_OUT_MOST
+
+
+@pytest.mark.parametrize("amount", [3, 0.03, 97, 0.97])
+def test_a_part_without_a_sequence_is_refused(amount: float) -> None:
+    text = data.Text(np.zeros(100, np.int32), -1, "here")
+    count = int(amount if amount > 1 else 100 * amount)
+    message = f"^too little text in here: 100 tokens, of which {count} are held out, .* needs 4"
+    with pytest.raises(data.DataError, match=message):
+        data.hold_out(text, amount, 3)
+
+
+def test_all_that_is_held_out_is_predicted_once() -> None:
+    """But the first token of each document; what fills the last batch is padding."""
+    tokens = np.arange(1, 12, dtype=np.int32)
+    tokens[5] = 0
+    batches = [*data.held_out_batches(data.Text(tokens, 0, "here"), 2, 4)]
+    assert all(a.shape == (2, 5) and a.dtype == np.int32 for batch in batches for a in batch)
+    rows, ids = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+    assert len(rows) == 4 and not ids[3].any()
+    is_target = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
+    assert rows[:, 1:][is_target].tolist() == [2, 3, 4, 5, 0, 8, 9, 10, 11]
+
+
 def test_batches_are_made_ahead_in_order() -> None:
     made, waits = [], threading.Event()
 
@@ -153,7 +201,8 @@ def test_a_tokenizer_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def make_row(step: int, mfu: float | None = None) -> Any:
-    return report.Row(step, 3.0, 1.0, 100.0, mfu, [1.5, 2.5])
+    held_out = 2.5 if step == 2 else None
+    return report.Row(step, 3.0, held_out, 1.0, 100.0, mfu, [1.5, 2.5])
 
 
 def test_what_tensorboard_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +222,9 @@ def test_what_tensorboard_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "tensorboardX", package)
     with report.TensorBoard(tmp_path, 5) as board:
         board.add(make_row(5))
+        assert not any(name == "held_out_loss" for name, *_ in shown)
+        board.add_held_out(make_row(5)._replace(held_out_loss=2.0))
+    assert shown[-1] == ("held_out_loss", 2.0, 5)
     assert ("loss", 3.0, 5) in shown and ("imbalance_1", 2.5, 5) in shown and closed
     assert {name for name, *_ in shown}.isdisjoint({"step", "mfu"})
     with report.TensorBoard(None, 1) as board:
@@ -184,41 +236,67 @@ def test_the_record_has_a_column_for_each_layer(tmp_path: Path) -> None:
     report.write([make_row(1, 0.4), make_row(2, 0.5)], tmp_path)
     lines = (tmp_path / "run.csv").read_text().splitlines()
     assert lines[0] == (
-        "step,loss,gradient_norm,tokens_per_s_device,mfu,imbalance,imbalance_0,imbalance_1"
+        "step,loss,held_out_loss,gradient_norm,tokens_per_s_device,mfu"
+        ",imbalance,imbalance_0,imbalance_1"
     )
-    assert lines[2] == "2,3.0,1.0,100.0,0.5,2.0,1.5,2.5"
+    assert lines[1] == "1,3.0,,1.0,100.0,0.4,2.0,1.5,2.5"
+    assert lines[2] == "2,3.0,2.5,1.0,100.0,0.5,2.0,1.5,2.5"
+
+
+def make_run(device_kinds: list[str], rows: list[Any]) -> tuple[Any, list[Any]]:
+    """A run that records into `rows`, and what its bar and its TensorBoard are shown."""
+    shown: list[Any] = []
+    silent = types.SimpleNamespace(
+        add=shown.append,
+        add_held_out=shown.append,
+        set_postfix_str=lambda text, **_: shown.append(text),
+        update=lambda: None,
+    )
+    devices = np.array([types.SimpleNamespace(device_kind=kind) for kind in device_kinds])
+    return progress.Run(make_config(), devices, rows, silent, silent), shown
+
+
+def metrics_of(loss: float) -> training.StepMetrics:
+    load = jnp.array([[2, 2, 0, 0], [1, 1, 1, 1]])
+    return training.StepMetrics(jnp.float32(loss), jnp.float32(1), load)
 
 
 def test_a_loss_that_is_not_finite_ends_the_record() -> None:
-    shown: list[Any] = []
-    silent = types.SimpleNamespace(
-        add=shown.append, set_postfix_str=lambda *_, **__: None, update=lambda: None
-    )
     rows: list[Any] = []
-    config = make_config()
-    run = script.Run(config, np.array(jax.devices()[:2]), rows, silent, silent)
-    load = jnp.array([[2, 2, 0, 0], [1, 1, 1, 1]])
-    run.record(7, training.StepMetrics(jnp.float32(3), jnp.float32(1), load), 1e9)
-    assert rows == shown and rows[0][:3] == (7, 3.0, 1.0)
+    run, shown = make_run(["cpu"] * 2, rows)
+    run.record(7, metrics_of(3), 1e9)
+    assert shown[0] == rows[0] and rows[0][:4] == (7, 3.0, None, 1.0)
     assert rows[0].imbalance == [2.0, 1.0] and rows[0].mfu is None
-    with pytest.raises(script.UsageError, match="the loss became nan at step 8"):
-        run.record(8, training.StepMetrics(jnp.float32(np.nan), jnp.float32(1), load), 1e9)
+    with pytest.raises(progress.UsageError, match="^the loss became nan at step 8"):
+        run.record(8, metrics_of(np.nan), 1e9)
     assert [row.step for row in rows] == [7, 8]
+    with pytest.raises(progress.UsageError, match="^the held-out loss became inf at step 8"):
+        run.record_held_out(np.inf)
+
+
+def test_a_held_out_loss_is_of_its_step_and_stays_in_sight() -> None:
+    rows: list[Any] = [make_row(2)]
+    run, shown = make_run(["cpu"], rows)  # of a run that goes on
+    run.record(3, metrics_of(3), 1e9)
+    run.record_held_out(2.25)
+    run.record(4, metrics_of(3), 1e9)
+    assert [row.held_out_loss for row in rows] == [2.5, 2.25, None]
+    texts = [text for text in shown if isinstance(text, str)]
+    assert ["held out 2.500" in t for t in texts] == [True, False, False]
+    assert ["held out 2.250" in t for t in texts] == [False, True, True]
 
 
 def test_mfu_and_tokens_are_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([10.0, 12.0])
-    monkeypatch.setattr(script.time, "perf_counter", lambda: next(times))
-    device = types.SimpleNamespace(device_kind="NVIDIA H200")
-    silent = types.SimpleNamespace(
-        add=lambda row: None, set_postfix_str=lambda *_, **__: None, update=lambda: None
-    )
+    """Of the time between two steps without that of an evaluation."""
+    times = iter([10.0, 12.0, 20.0, 21.0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(times))
     rows: list[Any] = []
-    run = script.Run(make_config(), np.array([device] * 4), rows, silent, silent)
-    metrics = training.StepMetrics(jnp.float32(3), jnp.float32(1), jnp.ones((1, 4), jnp.int32))
-    run.record(1, metrics, 2 * 4 * 989.4e12 / 2)
+    run, _ = make_run(["NVIDIA H200"] * 4, rows)
+    run.record(1, metrics_of(3), 2 * 4 * 989.4e12 / 2)
+    run.record_held_out(3.0)
+    run.record(2, metrics_of(3), 1e9)
     assert rows[0].mfu == pytest.approx(0.5)  # half of what four give in two seconds
-    assert rows[0].tokens_per_s_device == BATCH * SEQ / 2 / 4
+    assert [row.tokens_per_s_device for row in rows] == [BATCH * SEQ / 2 / 4, BATCH * SEQ / 4]
 
 
 @pytest.mark.parametrize(
@@ -231,6 +309,9 @@ def test_mfu_and_tokens_are_of_one_device(monkeypatch: pytest.MonkeyPatch) -> No
         (["--resume"], "--resume needs --checkpoint"),
         (["--most-tokens", "0"], "--most-tokens must be at least 1, but it is 0"),
         (["--most-tokens", "5"], "too little text in .*: 5 tokens"),
+        (["--held-out", "-1"], "--held-out must be finite and at least 0, but it is -1"),
+        (["--held-out", "nan"], "--held-out must be finite and at least 0, but it is nan"),
+        (["--held-out-every", "0"], "--held-out-every must be at least 1, but it is 0"),
         (["--tokens", "tokens.bin"], "--tokens must end in .npy, but it is tokens.bin"),
         (["--batch", "6"], "batch: was 6 in 1 microbatches"),
         (["--precision", "bf16", "--backend", "cuda"], "backend: was 'cuda', but JAX runs on"),

@@ -16,7 +16,7 @@ from tests.training_programs import ASKED_IN_STEP
 
 sys.path.insert(0, str(ROOT / "examples"))
 script = importlib.import_module("train_qwen3_moe")
-DEVICES = ON_CPU | {"JAX_NUM_CPU_DEVICES": "2"}
+DEVICES: dict[str, Any] = ON_CPU | {"JAX_NUM_CPU_DEVICES": "2"}
 
 
 def run(*arguments: Any) -> list[list[str]]:
