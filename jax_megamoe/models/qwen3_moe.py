@@ -20,13 +20,19 @@ from jax.typing import DTypeLike
 
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.models import storage
+from jax_megamoe.models.qwen3_checks import (
+    check_computation,
+    check_config,
+    check_rngs,
+    check_scan,
+    check_tokens,
+)
 from jax_megamoe.models.qwen3_config import QWEN3_30B_A3B as QWEN3_30B_A3B
 from jax_megamoe.models.qwen3_config import QWEN3_235B_A22B as QWEN3_235B_A22B
 from jax_megamoe.models.qwen3_config import Qwen3MoeConfig as Qwen3MoeConfig
 from jax_megamoe.models.qwen3_config import from_hugging_face as from_hugging_face
 from jax_megamoe.models.qwen3_config import to_hugging_face as to_hugging_face
 from jax_megamoe.models.qwen3_layers import (
-    ATTENTIONS,
     Array,
     Block,
     Place,
@@ -36,7 +42,7 @@ from jax_megamoe.models.qwen3_layers import (
 )
 from jax_megamoe.nnx import MegaMoE, MegaMoEAux
 from jax_megamoe.quantization import QuantizedExperts, quantize_expert_weights
-from jax_megamoe.validation import check_array, check_choice, check_flag, check_float_dtype, refuse
+from jax_megamoe.validation import check_flag, refuse
 
 
 class Qwen3Moe(nnx.Module):
@@ -104,22 +110,14 @@ class Qwen3Moe(nnx.Module):
             with float32, a policy without `remat`, axes that do not fit the mesh, and what the
             layer refuses.
         """
-        if not isinstance(config, Qwen3MoeConfig):
-            refuse(TypeError, "config", f"a {type(config).__name__}", "a Qwen3MoeConfig")
-        check_float_dtype("dtype", dtype)
-        check_choice("attention", attention, ATTENTIONS)
-        check_flag("scan", scan)
-        check_flag("remat", remat)
+        check_config(config)
+        check_computation(dtype, attention)
+        check_scan(scan, remat, remat_policy)
         check_flag("selection_bias", selection_bias)
         storage.check_fsdp_axes(fsdp_axes, expert_axis)
-        is_float32 = jnp.dtype(dtype) == jnp.float32
-        if attention == "cudnn" and is_float32:
-            refuse(ValueError, "attention", "'cudnn' with float32", "'xla', or dtype bfloat16")
-        if remat_policy is not None and not remat:
-            refuse(ValueError, "remat_policy", "given with remat=False", "None there")
-        if not isinstance(rngs, nnx.Rngs):
-            refuse(TypeError, "rngs", f"a {type(rngs).__name__}", "a flax.nnx.Rngs")
+        check_rngs(rngs)
         if moe is None:
+            is_float32 = jnp.dtype(dtype) == jnp.float32
             moe = MegaMoEConfig(precision="float32") if is_float32 else MegaMoEConfig()
         self.config = config
         self.moe = moe
@@ -181,7 +179,7 @@ class Qwen3Moe(nnx.Module):
         quantized_experts: of `quantize_experts`, for calls that share it; None: each layer
           quantises for itself where its precision asks for it, to the same bits.
         """
-        _check_tokens(tokens, segment_ids)
+        check_tokens(tokens, segment_ids)
         quantized = quantized_experts or [None] * len(self.runs)
         if len(quantized) != len(self.runs):
             was, may_be = f"of length {len(quantized)}", f"one for each of {len(self.runs)} runs"
@@ -296,17 +294,3 @@ def _stack_of_blocks(
         return Block(config, has_experts, **options, rngs=rngs)
 
     return stack(rngs)
-
-
-def _check_tokens(tokens: Any, segment_ids: Any) -> None:
-    for name, value in (("tokens", tokens), ("segment_ids", segment_ids)):
-        if name == "segment_ids" and value is None:
-            continue
-        check_array(name, value)
-        if not jnp.issubdtype(value.dtype, jnp.integer):
-            refuse(TypeError, name, f"of dtype {value.dtype}", "of an integer dtype")
-    if tokens.ndim != 2 or not tokens.size:
-        refuse(ValueError, "tokens", f"of shape {tokens.shape}", "[B, S] with B and S at least 1")
-    if segment_ids is not None and segment_ids.shape != tokens.shape:
-        shape = f"of shape {tokens.shape}, as the tokens"
-        refuse(ValueError, "segment_ids", f"of shape {segment_ids.shape}", shape)

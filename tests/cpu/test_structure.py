@@ -74,7 +74,9 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "models.qwen3_config": {"config", "validation"},
     "models.storage": {"validation"},
     "models.qwen3_layers": {"config", "presets", "quantization", "nnx", "models.qwen3_config"},
-    "models.qwen3_moe": {"config", "validation", "quantization", "nnx", "models.storage"}
+    "models.qwen3_checks": {"validation"} | _QWEN3_PARTS,
+    "models.qwen3_moe": {"config", "validation", "quantization", "nnx"}
+    | {"models.storage", "models.qwen3_checks"}
     | _QWEN3_PARTS,
     "models.qwen3_weights": {"validation", "layouts", "weights", "models.qwen3_moe"} | _QWEN3_PARTS,
     "models.safetensors": {"validation"},
