@@ -99,11 +99,14 @@ def tokamax_all_gather(mesh: Mesh, pass_name: str, arrays: Sequence[jax.Array]) 
     return layer_run(gathered_layer(tokamax_dot()), mesh, pass_name, arrays, check_vma=False)
 
 
-def gathered_layer(dot: Dot) -> Layer:
-    """All tokens and routes to every rank, its experts' sums of them, and their sums back."""
+def gathered_layer(dot: Dot, spare_rows: float = SPARE_ROWS) -> Layer:
+    """All tokens and routes to every rank, its experts' sums of them, and their sums back.
+
+    spare_rows: a rank has room for so large a share of a balanced one's rows on top of them.
+    """
 
     def layer(x: jax.Array, ids: jax.Array, w: jax.Array, *weights: jax.Array) -> jax.Array:
-        num_rows = ceil_div(round(ids.size * (1 + SPARE_ROWS)), 8) * 8
+        num_rows = ceil_div(round(ids.size * (1 + spare_rows)), 8) * 8
         num_local = weights[0].shape[0]
         x, ids, w = (jax.lax.all_gather(a, AXIS, tiled=True) for a in (x, ids, w))
         local = ids - jax.lax.axis_index(AXIS) * num_local
