@@ -6,7 +6,9 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # step.py has the device open, too
+# As in training: all but what step.py, NCCL and the kernels' workspaces between GPUs take.
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 
 import jax
 import numpy as np
@@ -24,14 +26,6 @@ from jax_megamoe.models.training import (
     train_step,
 )
 from jax_megamoe.models.training_config import TrainingConfig, from_dict
-
-# Fields of the configuration that make the implementation, and the peers' products.
-IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "jax_megamoe": {},
-    "jax_megamoe_fp8": {"precision": "fp8_block"},
-    **{name: {"moe": "jax"} for name in PRODUCTS},
-    "jax_reference": {"moe": "jax"},
-}
 
 
 class Trained(NamedTuple):
@@ -74,7 +68,7 @@ def train(job: Job, config: TrainingConfig, mesh: jax.sharding.Mesh) -> Trained:
     sharding = jax.NamedSharding(mesh, BATCH_SPEC)
     with jax.set_mesh(mesh):
         model, optimizer = create(config)
-        if job.keeps_parameters and job.parameters:
+        if job.parameters:
             for name, value in parameters(model).items():
                 np.save(pathlib.Path(job.parameters) / f"{name}.npy", np.asarray(value))
         if job.impl in PRODUCTS:

@@ -17,6 +17,17 @@ from collections.abc import Callable
 from typing import Any
 
 Result = dict[str, Any]
+TORCH = "torch_grouped_mm"
+# By name, in the order of a round: the program that runs it, and the fields of the configuration
+# that make it.
+IMPLEMENTATIONS: dict[str, tuple[str, dict[str, str]]] = {
+    "jax_megamoe": ("_step_jax", {}),
+    "jax_megamoe_fp8": ("_step_jax", {"precision": "fp8_block"}),
+    "tokamax_ragged_dot": ("_step_jax", {"moe": "jax"}),
+    "lax_ragged_dot": ("_step_jax", {"moe": "jax"}),
+    "jax_reference": ("_step_jax", {"moe": "jax"}),
+    TORCH: ("_step_torch", {}),
+}
 SOURCES = pathlib.Path(__file__).parent
 # Of what a process wrote to its standard error, shown where it failed.
 SHOWN_LINES = 40
@@ -27,13 +38,13 @@ class Job:
     """What a process is told.
 
     Attributes:
-      impl: which implementation, of `_step_jax.IMPLEMENTATIONS` or PyTorch's.
+      impl: one of IMPLEMENTATIONS.
       config: of `training_config.to_dict`: the model and the step.
       batches: a .npy of int32 [steps, batch, seq + 1].
       num_devices: the first ones.
       parameters: a folder of the parameters before the first step, float32, a .npy each by its
-        path in the model; None: none.
-      keeps_parameters: this run writes them; others begin with them where they can.
+        path in the model of `jax_megamoe.models.qwen3_moe`: written by a run in JAX, read by one in
+        PyTorch; None: not written, or drawn by PyTorch.
       first_measured: the first step whose time counts, from 1.
       peer_rows: of a peer over several GPUs, as `_step_peers.RaggedMoE` takes it.
       peers_path: a directory of packages that only peers need; None: none.
@@ -44,7 +55,6 @@ class Job:
     batches: str
     num_devices: int
     parameters: str | None
-    keeps_parameters: bool
     first_measured: int
     peer_rows: float
     peers_path: str | None

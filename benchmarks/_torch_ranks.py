@@ -65,7 +65,8 @@ def inputs(shape: Shape, rank: int) -> list[Any]:
     ]
 
 
-def make_layer(shape: Shape) -> Callable[..., Any]:
+def make_layer(shape: Shape, group: Any = None) -> Callable[..., Any]:
+    """The layer of `shape.R` ranks: those of a process group, or all."""
     compiled = functools.partial(torch.compile, fullgraph=True)
     route_, spread_, combine_ = (compiled(f, dynamic=False) for f in (route, spread, combine))
     experts_ = compiled(experts)
@@ -74,7 +75,7 @@ def make_layer(shape: Shape) -> Callable[..., Any]:
     def layer(x: Any, ids: Any, w: Any, *weights: Any) -> Any:
         order, inverse, counts = route_(ids, shape.E)
         arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts)
+        dist.all_to_all_single(arriving, counts, group=group)
         sums = torch.stack((counts, arriving)).view(2, shape.R, -1).sum(2)
         on_host.copy_(sums, non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if on_gpu else None
@@ -82,10 +83,10 @@ def make_layer(shape: Shape) -> Callable[..., Any]:
         if copied is not None:
             copied.synchronize()
         sent, received = on_host.tolist()
-        rows = AllToAll.apply(rows, received, sent)
+        rows = AllToAll.apply(rows, received, sent, group)
         torch._dynamo.maybe_mark_dynamic(rows, 0)
         rows = experts_(rows, arriving.view(shape.R, -1), *weights)
-        return combine_(AllToAll.apply(rows, sent, received), order, inverse, w)
+        return combine_(AllToAll.apply(rows, sent, received, group), order, inverse, w)
 
     return layer
 
@@ -168,17 +169,17 @@ class AllToAll(torch.autograd.Function):
     """Rows to the ranks, `sent` of them to each, `received` from each."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Any, received: list[int], sent: list[int]) -> Any:
-        ctx.sizes = received, sent
-        return exchange(rows, received, sent)
+    def forward(ctx: Any, rows: Any, received: list[int], sent: list[int], group: Any) -> Any:
+        ctx.how = received, sent, group
+        return exchange(rows, received, sent, group)
 
     @staticmethod
     def backward(ctx: Any, d: Any) -> tuple[Any, ...]:
-        received, sent = ctx.sizes
-        return exchange(d.contiguous(), sent, received), None, None
+        received, sent, group = ctx.how
+        return exchange(d.contiguous(), sent, received, group), None, None, None
 
 
-def exchange(rows: Any, received: list[int], sent: list[int]) -> Any:
+def exchange(rows: Any, received: list[int], sent: list[int], group: Any) -> Any:
     result = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(result, rows, received, sent)
+    dist.all_to_all_single(result, rows, received, sent, group=group)
     return result

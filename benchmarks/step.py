@@ -18,6 +18,9 @@ before it is waited for.
                          several ranks with all_gather and psum_scatter (_step_peers.py)
     lax_ragged_dot       the same with jax.lax.ragged_dot; by default where tokamax is not installed
     jax_reference        the package's reference in plain JAX, exact and not tuned
+    torch_grouped_mm     the same model in PyTorch alone (_step_torch.py): torch._grouped_mm,
+                         torch.compile, fused AdamW, over several GPUs fully_shard (FSDP2) and
+                         all_to_all_single; it begins with the parameters that JAX drew
 
 Each runs in a process of its own, one after the other, the next round in the reverse order. What
 fails is a record with the text of its error, and the others go on.
@@ -47,8 +50,7 @@ import jax
 import numpy as np
 from _implementations import backend, use_peers
 from _record import device, write
-from _step_jax import IMPLEMENTATIONS
-from _step_job import Job, Result, run
+from _step_job import IMPLEMENTATIONS, TORCH, Job, Result, run
 from _step_report import ALL_OURS, compared, draw, record, sentences, table
 from _timing import Clock
 
@@ -166,6 +168,7 @@ class Session:
         self.config = config
         self.names = chosen(options.only)
         self.rounds: dict[str, list[Result]] = {name: [] for name in self.names}
+        self.has_parameters = False
         on_gpu = jax.default_backend() == "gpu"
         self.clock = Clock.of_gpus(options.gpus) if on_gpu else None
         self.end = time.monotonic() + options.within
@@ -195,17 +198,18 @@ class Session:
             config=to_dict(self.config_of(name)),
             batches=str(folder / "batches.npy"),
             num_devices=self.options.gpus,
-            parameters=None,
-            keeps_parameters=False,
+            parameters=self.parameters_of(name, folder),
             first_measured=self.options.first,
             peer_rows=self.options.peer_rows,
             peers_path=str(self.options.peers_path) if self.options.peers_path else None,
         )
         start = time.monotonic()
-        result = run("_step_jax", job, folder, left)
+        result = run(IMPLEMENTATIONS[name][0], job, folder, left)
         seconds = time.monotonic() - start
         if "error" not in result:
-            result["start"] = f"seed {self.config.seed} of JAX"
+            drawn_by_jax = name != TORCH or job.parameters is not None
+            result["start"] = f"drawn by {'JAX' if drawn_by_jax else 'PyTorch'}"
+            self.has_parameters |= name != TORCH and job.parameters is not None
             if self.clock:
                 begin, end = result["measured"]
                 result["clock_mhz"] = self.clock.median_mhz(begin, end, self.options.gpus)
@@ -213,8 +217,18 @@ class Session:
         print(f"{name}: {outcome}, {seconds:.0f} s in all", file=sys.stderr, flush=True)
         return result
 
+    def parameters_of(self, name: str, folder: pathlib.Path) -> str | None:
+        """The folder that a run writes or reads; the first run in JAX writes, for PyTorch's."""
+        writes = name != TORCH and TORCH in self.names and not self.has_parameters
+        reads = name == TORCH and self.has_parameters
+        if not (writes or reads):
+            return None
+        path = folder / "parameters"
+        path.mkdir(exist_ok=True)
+        return str(path)
+
     def config_of(self, name: str) -> TrainingConfig:
-        return dataclasses.replace(self.config, **IMPLEMENTATIONS[name])
+        return dataclasses.replace(self.config, **IMPLEMENTATIONS[name][1])
 
     def records(self) -> list[dict[str, Any]]:
         peak = peak_flops(device())

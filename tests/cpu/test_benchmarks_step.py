@@ -21,7 +21,7 @@ step, _step_job, _step_peers, _step_report = map(
     importlib.import_module, "step _step_job _step_peers _step_report".split()
 )
 
-JOB = _step_job.Job("", {}, "", 1, None, False, 2, 2.0, None)
+JOB = _step_job.Job("", {}, "", 1, None, 2, 2.0, None)
 # Answers as told by the name of the implementation.
 FAKE = """
 import os, sys, time
