@@ -24,6 +24,7 @@ from _step_job import Job, Result, answer, learning_rate
 from _step_torch_model import EXPERTS, Model, make_layer_function
 from _torch_ranks import connect, on_gpu
 from torch.distributed.fsdp import (  # pyright: ignore[reportMissingImports]
+    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
 )
@@ -68,7 +69,12 @@ def find_out(job: Job) -> Result | None:
     with tempfile.TemporaryDirectory() as folder:
         found = pathlib.Path(folder) / "found.json"
         arguments = (job, str(pathlib.Path(folder) / "rendezvous"), str(found))
-        multiprocessing.spawn(_rank, arguments, nprocs=job.num_devices)
+        try:
+            multiprocessing.spawn(_rank, arguments, nprocs=job.num_devices)
+        except multiprocessing.ProcessRaisedException as error:
+            # Its text is the traceback of the rank that failed.
+            what = str(error).strip().splitlines()[-1]
+            raise RuntimeError(f"rank {error.error_index}: {what}") from error
         return json.loads(found.read_text())
 
 
@@ -208,8 +214,9 @@ def split(model: Model, ranks: Ranks, dtype: Any) -> None:
         fully_shard(block, mesh=everywhere, mp_policy=policy, ignored_params=ignored)
     fully_shard(model, mesh=everywhere, mp_policy=policy, ignored_params=ignored)
     for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def fill(model: Model, job: Job, ranks: Ranks) -> None:
