@@ -40,11 +40,12 @@ def find_out(job: Job) -> Result:
     use_peers(pathlib.Path(job.peers_path) if job.peers_path else None)
     config = from_dict(job.config)
     mesh = make_mesh(config, jax.devices()[: job.num_devices])
+    runs_on = _runs_on(job.impl, config)
     trained = train(job, config, mesh)
     stats = [device.memory_stats() for device in mesh.devices.flat]
     first = job.first_measured - 1
     result = {
-        "runs_on": _runs_on(job.impl, config),
+        "runs_on": runs_on,
         "process_model": "single_process",
         "losses": trained.losses.tolist(),
         "step_seconds": np.diff(trained.ends)[first - 1 :].tolist(),

@@ -25,8 +25,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, dict[str, str]]] = {
     "jax_megamoe_fp8": ("_step_jax", {"precision": "fp8_block"}),
     "tokamax_ragged_dot": ("_step_jax", {"moe": "jax"}),
     "lax_ragged_dot": ("_step_jax", {"moe": "jax"}),
-    "jax_reference": ("_step_jax", {"moe": "jax"}),
     TORCH: ("_step_torch", {}),
+    "jax_reference": ("_step_jax", {"moe": "jax"}),
 }
 SOURCES = pathlib.Path(__file__).parent
 # Of what a process wrote to its standard error, shown where it failed.

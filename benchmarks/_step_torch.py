@@ -8,6 +8,7 @@ there is no FSDP: float32 parameters are cast where they are used. AdamW is PyTo
 
 import functools
 import json
+import os
 import pathlib
 import sys
 import tempfile
@@ -17,11 +18,22 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+
+# Rows of the experts are of another number in each step.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
 import torch  # pyright: ignore[reportMissingImports]
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 import torch.multiprocessing as multiprocessing  # pyright: ignore[reportMissingImports]
 from _step_job import Job, Result, answer, learning_rate
-from _step_torch_model import EXPERTS, Model, make_layer_function
+from _step_torch_model import (
+    EXPERTS,
+    Attend,
+    Model,
+    attend_in_groups,
+    attend_repeated,
+    make_layer_function,
+)
 from _torch_ranks import connect, on_gpu
 from torch.distributed.fsdp import (  # pyright: ignore[reportMissingImports]
     FSDPModule,
@@ -94,19 +106,22 @@ def run(job: Job, ranks: Ranks) -> Result:
     config = job.config
     device = torch.device("cuda", ranks.rank) if on_gpu else torch.device("cpu")
     dtype = torch.float32 if config["precision"] == "float32" else torch.bfloat16
-    attention = choose_attention(config, device)
+    batches = np.load(job.batches)
+    mine = np.split(batches, ranks.size, axis=1)[ranks.rank]
+    attention, attend = choose_attention(config, mine.shape[1], device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     model = Model(config["model"], ranks.expert, dtype, config["loss_chunk"])
     split(model, ranks, dtype)
     model.to_empty(device=device)
     fill(model, job, ranks)
     optimizer = make_optimizer(model, config)
-    batches = np.load(job.batches)
-    mine = np.split(batches, ranks.size, axis=1)[ranks.rank]
     tokens = torch.from_numpy(mine).to(device, torch.int64)
     num_layers, num_experts = (config["model"][n] for n in ("num_hidden_layers", "num_experts"))
     bias = torch.zeros(num_layers, num_experts, device=device)
     num_tokens = mine.shape[1] * config["seq"]
-    layer = make_layer_function(config["model"], num_tokens, ranks.expert, ranks.group)
+    how = (num_tokens, ranks.expert, ranks.group)
+    layer = make_layer_function(config["model"], attend, *how)
     step = functools.partial(
         train_step, model, optimizer, layer, bias, config, batches.shape[1] * config["seq"]
     )
@@ -126,8 +141,8 @@ def run(job: Job, ranks: Ranks) -> Result:
     if ranks.size > 1:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
     return {
-        "runs_on": f"PyTorch {torch.__version__}, {attention.name}",
-        "process_model": "process_per_gpu",
+        "runs_on": f"PyTorch {torch.__version__}, {attention.name}, {attend.__name__}",
+        "process_model": "single_process" if ranks.size == 1 else "process_per_gpu",
         "losses": torch.stack(losses).tolist(),
         "step_seconds": np.diff(ends)[first - 1 :].tolist(),
         "measured": [ends[first - 1], ends[-1]],
@@ -171,29 +186,42 @@ def train_step(
     return loss, load
 
 
-def choose_attention(config: dict[str, Any], device: Any) -> Any:
-    """cuDNN's, where it runs forward and backward at these sizes, else flash attention."""
+def choose_attention(config: dict[str, Any], batch: int, device: Any) -> tuple[Any, Attend]:
+    """Of PyTorch's kernels, and how it is called: what is fastest, compiled, forward and backward.
+
+    batch: sequences of a rank.
+
+    Raises:
+      RuntimeError: none of them runs at these sizes.
+    """
     if not on_gpu:
-        return SDPBackend.MATH
-    model = config["model"]
+        return SDPBackend.MATH, attend_in_groups
+    model, seconds = config["model"], {}
     heads = [model[f"num_{name}_heads"] for name in ("attention", "key_value", "key_value")]
-    q, k, v = (
-        torch.zeros(
-            1, n, config["seq"], model["head_dim"], device=device, dtype=torch.bfloat16
-        ).requires_grad_()
-        for n in heads
-    )
-    try:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            mixed = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=True
-            )
-            mixed.sum().backward()
-            torch.cuda.synchronize()
-    except RuntimeError as error:
-        print(f"cuDNN's attention does not run: {error}", file=sys.stderr)
-        return SDPBackend.FLASH_ATTENTION
-    return SDPBackend.CUDNN_ATTENTION
+    of_head = (config["seq"], model["head_dim"])
+    how = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    q, k, v = (torch.randn(batch, of_head[0], n, of_head[1], **how).transpose(1, 2) for n in heads)
+    for kernel, attend in (
+        (SDPBackend.CUDNN_ATTENTION, attend_in_groups),
+        (SDPBackend.CUDNN_ATTENTION, attend_repeated),
+        (SDPBackend.FLASH_ATTENTION, attend_in_groups),
+    ):
+        compiled = torch.compile(attend, dynamic=False, fullgraph=True)
+        try:
+            with sdpa_kernel(kernel):
+                for _ in range(2):  # the second time counts
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    mixed = compiled(q, k, v)
+                    torch.autograd.grad(mixed, (q, k, v), torch.ones_like(mixed))
+                    torch.cuda.synchronize()
+                    seconds[kernel, attend] = time.perf_counter() - start
+        except RuntimeError as error:
+            seconds.pop((kernel, attend), None)
+            print(f"{kernel.name}, {attend.__name__}: {error}", file=sys.stderr)
+    if not seconds:
+        raise RuntimeError("no kernel of PyTorch runs the attention at these sizes")
+    return min(seconds, key=seconds.__getitem__)
 
 
 def split(model: Model, ranks: Ranks, dtype: Any) -> None:

@@ -18,6 +18,8 @@ from _torch_ranks import combine, make_layer, route, spread
 from torch import nn  # pyright: ignore[reportMissingImports]
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportMissingImports]
 
+# query [B, N, S, D], key and value [B, G, S, D] -> causal attention, [B, N, S, D].
+Attend = Callable[[Any, Any, Any], Any]
 # x, cos, sin, ... -> the layer's result and the rows of each expert.
 Layer = Callable[..., Any]
 # Parameters of a layer by their shapes' names below, in the order in which functions take them.
@@ -103,11 +105,11 @@ class Model(nn.Module):
 
 
 def make_layer_function(
-    config: Mapping[str, Any], num_tokens: int, num_ranks: int, group: Any
+    config: Mapping[str, Any], attend: Attend, num_tokens: int, num_ranks: int, group: Any
 ) -> Layer:
     """A layer of `Block`, as it calls it; num_tokens: of a rank; group: of the experts' ranks."""
     of_block = functools.partial(torch.compile, dynamic=False, fullgraph=True)
-    before = functools.partial(attention_and_router, config)
+    before = functools.partial(attention_and_router, config, attend)
     if num_ranks == 1:
         compiled = of_block(functools.partial(_whole, before, config["num_experts"]))
         return lambda *arrays, experts: experts(compiled, *arrays)
@@ -140,10 +142,12 @@ def _whole(before: Callable[..., Any], num_experts: int, *arrays: Any) -> tuple[
     return x + combine(o, order, inverse, w).view(x.shape), load
 
 
-def attention_and_router(config: Mapping[str, Any], *arrays: Any) -> tuple[Any, ...]:
+def attention_and_router(
+    config: Mapping[str, Any], attend: Attend, *arrays: Any
+) -> tuple[Any, ...]:
     """x behind the attention; what the experts get, [T, H]; ids, weights [T, K]; rows of each."""
     x, cos, sin, bias, *parameters = arrays
-    of = dict(zip((*ATTENTION, *ROUTER), parameters, strict=True))
+    of: dict[str, Any] = dict(zip((*ATTENTION, *ROUTER), parameters, strict=True))
     eps, D = config["rms_norm_eps"], config["head_dim"]
     h = _normalised(x, of["attention_norm"], eps)
 
@@ -154,9 +158,7 @@ def attention_and_router(config: Mapping[str, Any], *arrays: Any) -> tuple[Any, 
         _rotated(_normalised(heads(name), of[f"{name}_norm"], eps), cos, sin)
         for name in ("query", "key")
     )
-    mixed = F.scaled_dot_product_attention(
-        query, key, heads("value"), is_causal=True, enable_gqa=True
-    )
+    mixed = attend(query, key, heads("value"))
     x = x + F.linear(mixed.transpose(1, 2).flatten(2), of["out"].to(x.dtype))
     h = _normalised(x, of["mlp_norm"], eps).flatten(0, 1)
     scores = F.linear(h.float(), of["router"].float()).softmax(-1)
@@ -167,6 +169,17 @@ def attention_and_router(config: Mapping[str, Any], *arrays: Any) -> tuple[Any, 
     load = torch.zeros(len(bias), dtype=torch.int64, device=ids.device)
     load = load.scatter_add(0, ids.flatten(), torch.ones_like(ids).flatten())
     return x, h, ids, w, load
+
+
+def attend_in_groups(query: Any, key: Any, value: Any) -> Any:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def attend_repeated(query: Any, key: Any, value: Any) -> Any:
+    """For kernels that take as many heads of keys as of queries."""
+    times = query.shape[1] // key.shape[1]
+    key, value = (a.repeat_interleave(times, dim=1) for a in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def place(config: Mapping[str, Any], seq: int, device: Any) -> tuple[Any, Any]:

@@ -17,10 +17,10 @@ before it is waited for.
     tokamax_ragged_dot   its experts exchanged for sorted rows and tokamax's grouped products; over
                          several ranks with all_gather and psum_scatter (_step_peers.py)
     lax_ragged_dot       the same with jax.lax.ragged_dot; by default where tokamax is not installed
-    jax_reference        the package's reference in plain JAX, exact and not tuned
     torch_grouped_mm     the same model in PyTorch alone (_step_torch.py): torch._grouped_mm,
                          torch.compile, fused AdamW, over several GPUs fully_shard (FSDP2) and
                          all_to_all_single; it begins with the parameters that JAX drew
+    jax_reference        the package's reference in plain JAX, exact and not tuned
 
 Each runs in a process of its own, one after the other, the next round in the reverse order. What
 fails is a record with the text of its error, and the others go on.
@@ -59,8 +59,8 @@ from jax_megamoe.models.training import make_mesh
 from jax_megamoe.models.training_config import TrainingConfig, from_dict, to_dict
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Below this many seconds no process is started.
-LEAST_SECONDS = 60
+# With less time left no process is started; in later rounds so many times what it took before.
+LEAST_SECONDS, SPARE = 60.0, 1.2
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -168,6 +168,7 @@ class Session:
         self.config = config
         self.names = chosen(options.only)
         self.rounds: dict[str, list[Result]] = {name: [] for name in self.names}
+        self.needed = dict.fromkeys(self.names, LEAST_SECONDS)
         self.has_parameters = False
         on_gpu = jax.default_backend() == "gpu"
         self.clock = Clock.of_gpus(options.gpus) if on_gpu else None
@@ -191,7 +192,7 @@ class Session:
     def run_one(self, name: str, folder: pathlib.Path) -> Result | None:
         """None: no time is left."""
         left = min(self.end - time.monotonic(), self.options.timeout)
-        if left < min(LEAST_SECONDS, self.options.timeout):
+        if left < min(self.needed[name], self.options.timeout):
             return None
         job = Job(
             impl=name,
@@ -206,6 +207,7 @@ class Session:
         start = time.monotonic()
         result = run(IMPLEMENTATIONS[name][0], job, folder, left)
         seconds = time.monotonic() - start
+        self.needed[name] = SPARE * seconds
         if "error" not in result:
             drawn_by_jax = name != TORCH or job.parameters is not None
             result["start"] = f"drawn by {'JAX' if drawn_by_jax else 'PyTorch'}"

@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from jax_megamoe.models import flops, qwen3_config, training
+from jax_megamoe.models import flops, qwen3_config, training, training_config
 from tests.qwen3_training import MODEL, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,3 +224,110 @@ def test_batches_are_of_the_text(tmp_path: Path) -> None:
     np.save(tmp_path / "t.npy", np.zeros((3, 3)))
     with pytest.raises(ValueError, match=r"integers \[N\], but they are float64 \(3, 3\)"):
         step.make_batches(tmp_path / "t.npy", config)
+
+
+def make_job(tmp_path: Path, config: Any, **changes: Any) -> Any:
+    rng = np.random.default_rng(3)
+    same = rng.integers(0, config.model.vocab_size, (1, config.batch, config.seq + 1))
+    batches = tmp_path / "batches.npy"
+    np.save(batches, same.astype(np.int32).repeat(config.steps, axis=0))
+    found = {"config": training_config.to_dict(config), "batches": str(batches), **changes}
+    return dataclasses.replace(JOB, **found)
+
+
+def test_a_run_in_jax(tmp_path: Path) -> None:
+    _step_jax = importlib.import_module("_step_jax")
+    config = make_config(model={**MODEL, "num_hidden_layers": 1}, steps=4, expert_parallel=2)
+    how = {"impl": "jax_megamoe", "num_devices": 2, "parameters": str(tmp_path)}
+    found = _step_jax.find_out(make_job(tmp_path, config, **how))
+    assert len(found["losses"]) == 4 and found["losses"][-1] < found["losses"][0]
+    assert len(found["step_seconds"]) == 3 and min(found["step_seconds"]) > 0
+    begin, end = found["measured"]
+    assert end - begin == pytest.approx(sum(found["step_seconds"]))
+    assert 1.0 < found["busiest_rank"] < 2 and "reference" in found["runs_on"]
+    with jax.set_mesh(training.make_mesh(config, jax.devices()[:2])):
+        model, _ = training.create(config)
+        first = _step_peers.parameters(model)
+    files = {path.stem: np.load(path) for path in tmp_path.glob("*.npy") if path.stem in first}
+    assert files.keys() == first.keys() and "runs.0.mlp.w_gate" in first
+    for name, value in first.items():
+        np.testing.assert_array_equal(files[name], np.asarray(value))
+
+    peer = make_job(tmp_path, config, impl="lax_ragged_dot", num_devices=2, peer_rows=1.0)
+    lost = _step_jax.find_out(peer)["error"]
+    assert "more than --peer-rows 1.0: rows were lost" in lost
+
+
+ARGUMENTS = ["--layers", "1", "--seq", "16", "--batch", "8", "--steps", "3", "--first", "2"]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What processes that do not run have been told; those of `lax_ragged_dot` fail."""
+    jobs: list[tuple[str, Any]] = []
+
+    def run(module: str, job: Any, folder: Path, timeout: float) -> dict[str, Any]:
+        jobs.append((module, job))
+        assert np.load(job.batches).shape == (3, 8, 17) and 0 < timeout <= 240
+        if job.impl == "lax_ragged_dot":
+            return {"error": "RESOURCE_EXHAUSTED: no memory"}
+        return result(0.5, 3.0 if job.impl != "jax_megamoe_fp8" else 3.5)
+
+    monkeypatch.setattr(step, "run", run)
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    return jobs
+
+
+def test_rounds_alternate_and_what_fails_is_a_record(
+    told: list[tuple[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(qwen3_config.to_hugging_face(make_config().model)))
+    out, png = tmp_path / "step.json", tmp_path / "step.png"
+    files = ["--model", str(config), "--out", str(out), "--png", str(png), "--gpus", "2"]
+    # FP8 is too far from bf16 here.
+    assert step.main([*ARGUMENTS, *files]) == 1
+    names = [job.impl for _, job in told]
+    first = ["jax_megamoe", "jax_megamoe_fp8", "lax_ragged_dot", "torch_grouped_mm"]
+    first.append("jax_reference")
+    assert names == [*first, *(name for name in first[::-1] if name != "lax_ragged_dot")]
+    modules = {job.impl: module for module, job in told}
+    assert modules["torch_grouped_mm"] == "_step_torch" and modules["jax_reference"] == "_step_jax"
+    assert {job.config["precision"] for _, job in told if "fp8" in job.impl} == {"fp8_block"}
+    assert {job.config["expert_parallel"] for _, job in told} == {2}
+    # The first run in JAX writes the parameters, PyTorch's read them.
+    with_parameters = [n for n, (_, job) in enumerate(told) if job.parameters]
+    assert with_parameters == [0, names.index("torch_grouped_mm"), 6]
+    written = json.loads(out.read_text())
+    *records, ends = written["records"]
+    assert written["num_devices"] == 2 and [r["impl"] for r in records] == first
+    assert [r["impl"] for r in records if "error" in r] == ["lax_ragged_dot"]
+    assert {r["rounds"] for r in records if "error" not in r} == {2}
+    assert records[0]["start"] == records[3]["start"] == "drawn by JAX"
+    assert len(ends["comparisons"]) == 5 and png.read_bytes().startswith(b"\x89PNG")
+    table = capsys.readouterr().out
+    assert "| lax_ragged_dot | bf16 | RESOURCE_EXHAUSTED: no memory |" in table
+    assert "losses do not agree" in table
+
+    assert step.main([*ARGUMENTS, *files, "--only", "torch_grouped_mm,jax_megamoe"]) == 0
+    assert step.main([*ARGUMENTS, *files, "--only", "torch_grouped_mm", "--within", "30"]) == 0
+    (only,) = json.loads(out.read_text())["records"][:-1]
+    assert only["error"] == "no time was left within --within 30.0 s"
+
+
+def test_arguments_that_cannot_be_are_refused(
+    told: list[tuple[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wrong, why in (
+        (["--only", "jax"], "--only must be of jax_megamoe, .*, but it has jax"),
+        (["--first", "4"], "--first must be 2 to --steps 3, but it is 4"),
+        (["--gpus", "99"], "--gpus must be 1 to 8, but it is 99"),
+    ):
+        with pytest.raises(SystemExit):
+            step.main([*ARGUMENTS, *wrong])
+        assert re.search(why, capsys.readouterr().err)
+    with pytest.raises(SystemExit, match="expert_parallel: was 3; it may be one of"):
+        step.main([*ARGUMENTS, "--expert-parallel", "3"])
+    with pytest.raises(SystemExit, match="a multiple of the 3 devices"):
+        step.main([*ARGUMENTS, "--gpus", "3", "--expert-parallel", "1"])
+    assert not told
