@@ -28,6 +28,7 @@ from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.models.loss import AXES, is_target, of_microbatch, split
 from jax_megamoe.models.loss import BATCH_SPEC as BATCH_SPEC
 from jax_megamoe.models.loss import Batch as Batch
+from jax_megamoe.models.loss import summed_loss as summed_loss
 from jax_megamoe.models.qwen3_moe import Qwen3Moe
 from jax_megamoe.models.training_config import TrainingConfig
 from jax_megamoe.nnx import MegaMoE

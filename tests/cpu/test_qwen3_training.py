@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
 from jax_megamoe import ops, update_selection_bias
-from jax_megamoe.models import loss, storage, training
+from jax_megamoe.models import storage, training
 from jax_megamoe.models.qwen3_moe import Qwen3Moe
 from tests.modules import assert_bitwise, assert_close
 from tests.qwen3_training import (
@@ -182,13 +182,13 @@ def test_the_gradient_of_the_output_matrix_is_summed_over_devices_once() -> None
         model, _ = nnx.eval_shape(lambda: training.create(config))
         graph, parameters, state = nnx.split(model, nnx.Param, ...)
 
-        def loss_of(parameters: Any, hidden: jax.Array) -> jax.Array:
+        def loss(parameters: Any, hidden: jax.Array) -> jax.Array:
             ones = jnp.ones((BATCH, SEQ), jnp.int32)
             model = nnx.merge(graph, parameters, state)
-            return loss.summed_loss(model, hidden, ones, ones > 0, CHUNK)
+            return training.summed_loss(model, hidden, ones, ones > 0, CHUNK)
 
         hidden = jax.ShapeDtypeStruct((BATCH, SEQ, 128), jnp.float32)
-        program = jax.make_jaxpr(jax.grad(loss_of))(parameters, hidden)
+        program = jax.make_jaxpr(jax.grad(loss))(parameters, hidden)
     sums = list(sums_over_devices(program.jaxpr, in_loop=False))
     assert [in_loop for shape, in_loop in sums if len(shape) == 2] == [False]
 
