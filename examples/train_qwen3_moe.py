@@ -87,6 +87,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UsageError(f"--held-out must be finite and at least 0, but it is {args.held_out}.")
     if args.resume and args.checkpoint is None:
         raise UsageError("--resume needs --checkpoint, the folder of the run to go on with.")
+    if args.weights is not None and not (args.weights / "config.json").is_file():
+        raise UsageError(f"--weights {args.weights} is no folder with a config.json.")
     if args.tokens is not None and args.tokens.suffix != ".npy":
         raise UsageError(f"--tokens must end in .npy, but it is {args.tokens}.")
     if args.tensorboard:

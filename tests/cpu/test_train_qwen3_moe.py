@@ -94,8 +94,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
 def test_two_processes_train_the_model_of_one(whole: Path, text: Path, tmp_path: Path) -> None:
     """With as many devices between them; the first one leaves the files, both the checkpoints."""
     given = [*map(str, arguments(text, tmp_path)), "--devices", "2"]
+    environment = processes.ON_CPU | WITHOUT_A_CACHE
     pair = processes.run_pair(
-        "tests.training_programs", "script", *given, **processes.ON_CPU, **WITHOUT_A_CACHE
+        "tests.training_programs", "script", *given, timeout_s=600, **environment
     )
     assert [process.said for process in pair] == [["0"], ["0"]], pair
     assert "tokens/s a device" in pair[0].errors and "tokens/s" not in pair[1].errors

@@ -103,7 +103,7 @@ def test_what_is_of_training_alone_may_differ(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--weights EMPTY", "model: was 'EMPTY'"),
+        ("--weights EMPTY", "--weights EMPTY is no folder with a config.json"),
         ("--weights CHECKPOINT --model qwen3-30b-a3b", "has vocab_size = 288, but"),
         ("--weights SCALED", "rope_scaling: was "),
         ("--export CHECKPOINT --balance none", "has a checkpoint already: model.safetensors"),
