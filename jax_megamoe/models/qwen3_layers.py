@@ -214,10 +214,35 @@ def make_parameter(
     return nnx.Param(value, out_sharding=(None,) * len(shape), eager_sharding=mesh_is_set)
 
 
-def linear(x: Array, matrix: Array, *, dtype: DTypeLike | None = None) -> Array:
-    """x [..., inputs] times [inputs, outputs] in the dtype of x, the result in `dtype` or that."""
+def linear(x: Array, matrix: Array) -> Array:
+    """x [..., inputs] times [inputs, outputs] in the dtype of x, which the result has, too."""
     with _exact_products(x.dtype):
-        return jnp.matmul(x, matrix.astype(x.dtype), preferred_element_type=dtype or x.dtype)
+        return jnp.matmul(x, matrix.astype(x.dtype))
+
+
+@jax.custom_vjp
+def sums_of_linear(x: Array, matrix: Array) -> Array:
+    """The same as float32, not rounded. Gradients are products in the dtype of x again: of float32
+    operands they would take several times as long."""
+    with _exact_products(x.dtype):
+        return jnp.matmul(x, matrix.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _forward_of_sums(x: Array, matrix: Array) -> tuple[Array, tuple[Array, Array]]:
+    return sums_of_linear(x, matrix), (x, matrix)
+
+
+def _backward_of_sums(kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, matrix = kept
+    dy = dy.astype(x.dtype)
+    with _exact_products(x.dtype):
+        dx = jnp.matmul(dy, matrix.astype(x.dtype).T)
+        rows = [a.reshape(-1, a.shape[-1]) for a in (x, dy)]
+        d_matrix = jnp.matmul(rows[0].T, rows[1], preferred_element_type=jnp.float32)
+    return dx, d_matrix.astype(matrix.dtype)
+
+
+sums_of_linear.defvjp(_forward_of_sums, _backward_of_sums)
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:

@@ -36,9 +36,9 @@ from jax_megamoe.models.qwen3_layers import (
     Array,
     Block,
     Place,
-    linear,
     make_parameter,
     rms_norm,
+    sums_of_linear,
 )
 from jax_megamoe.nnx import MegaMoE, MegaMoEAux
 from jax_megamoe.quantization import QuantizedExperts, quantize_expert_weights
@@ -199,7 +199,7 @@ class Qwen3Moe(nnx.Module):
         matrix: of `output_matrix`, for calls that share it.
         """
         matrix = self.output_matrix() if matrix is None else matrix
-        return linear(hidden, matrix, dtype=jnp.float32)
+        return sums_of_linear(hidden, matrix)
 
     def output_matrix(self) -> Array:
         """float32 [H, V], all of it on each device: what `logits` multiplies with."""

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import MegaMoEConfig
 from jax_megamoe.models import qwen3_moe, qwen3_weights
-from jax_megamoe.models.qwen3_layers import Place
+from jax_megamoe.models.qwen3_layers import Place, sums_of_linear
 from jax_megamoe.models.qwen3_moe import QWEN3_30B_A3B, QWEN3_235B_A22B, Qwen3Moe
 from jax_megamoe.nnx import MegaMoE
 from tests import qwen3_golden
@@ -179,6 +179,31 @@ def test_what_padding_holds_reaches_nothing(published: Qwen3Moe) -> None:
     assert_bitwise((changed[0][0], changed[0][1][1]), (expected[0][0], expected[0][1][1]))
     assert_close(changed[1], expected[1], ROUNDING)
     assert np.isfinite(changed[0][1][0]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_logits_and_their_gradients_are_products_in_the_dtype(dtype: Any) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, dy = (jax.random.normal(k, (3, 5, n)) for k, n in zip(keys, (8, 16), strict=False))
+    x, matrix = x.astype(dtype), jax.random.normal(keys[2], (8, 16))
+
+    def pullback(of: Any) -> Any:
+        return lambda x, matrix, dy: jax.vjp(of, x, matrix)[1](dy)
+
+    def exact(x: Any, matrix: Any) -> Any:
+        return jnp.matmul(x.astype(jnp.float32), matrix, precision="highest")
+
+    found, right = (pullback(of)(x, matrix, dy) for of in (sums_of_linear, exact))
+    assert [a.dtype for a in found] == [dtype, jnp.float32]
+    # Sums of a few rounded products.
+    tolerance = ROUNDING if dtype == jnp.float32 else 0.1
+    assert_close(
+        *(jax.tree.map(lambda a: a.astype(jnp.float32), g) for g in (found, right)), tolerance
+    )
+    program = jax.make_jaxpr(pullback(sums_of_linear))(x, matrix, dy)
+    products = [e for e in program.eqns if e.primitive is jax.lax.dot_general_p]
+    assert len(products) >= 2
+    assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype(dtype)}
 
 
 def test_logits_can_be_made_of_some_positions(published: Qwen3Moe, found: Any) -> None:
