@@ -14,7 +14,8 @@ from _shapes import Shape
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_megamoe import _ffi
-from jax_megamoe.config import Dims, MegaMoEConfig
+from jax_megamoe._arrays import up_to
+from jax_megamoe.config import FP8_GROUP, Dims, MegaMoEConfig
 from jax_megamoe.memory import TRAFFIC_RECORDS
 
 # Those of PeerTraffic in cuda/shared/trace.h, in their order: what the rank reads of others, and
@@ -84,11 +85,14 @@ def model(
     *,
     is_backward: bool,
     combine_dtype: str = "float32",
+    precision: str = "bf16",
+    takes_gate_up: bool = False,
 ) -> Traffic:
-    """The same by formula.
+    """The same by formula, of a call in one pass.
 
     Args:
       expert_idx: [R, T, K] of all ranks; ids outside [0, E) are no routes.
+      takes_gate_up: the backward computes neither g nor u again.
     """
     local = expert_idx.astype(np.int64) - rank * dims.experts_per_rank
     is_route = (local >= 0) & (local < dims.experts_per_rank)
@@ -96,12 +100,24 @@ def model(
     num_tokens = int(is_route.any(axis=2).sum())
     num_peers = dims.R - 1
     return {
-        "inputs_read": num_tokens * dims.H * 2 * (1 + is_backward),
+        "inputs_read": num_tokens * _row_bytes(dims.H, is_backward, precision, takes_gate_up),
         "sums_sent": num_tokens * dims.H * np.dtype(combine_dtype).itemsize,
         "dw_sent": int(is_route.sum()) * 4 * is_backward,
         "routing_sent": num_peers * dims.T * dims.K * 8,
         "flags_sent": (num_tokens + num_peers) * 4,
     }
+
+
+def _row_bytes(H: int, is_backward: bool, precision: str, takes_gate_up: bool) -> int:
+    """What a token brings. In FP8 the gradients of weights read x and dy as they are, all else
+    their codes, with the scales in whole 16 bytes (cuda/shared/fp8.h)."""
+    values = 2 * H * (1 + is_backward)
+    if precision != "fp8_block":
+        return values
+    codes = H + up_to(16, H // FP8_GROUP * 4)
+    if not is_backward:
+        return codes
+    return values + codes * (1 if takes_gate_up else 2)
 
 
 def _dims(shape: Shape) -> Dims:

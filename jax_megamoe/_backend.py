@@ -45,12 +45,6 @@ def reason_for_reference(
     return next(iter(refusals), "") or _ffi.missing()
 
 
-def ranks_by_name(config: MegaMoEConfig, R: int) -> int:
-    """Of R ranks, as how many a call counts that asks for the kernels by name: those of "bf16" run
-    over several, too."""
-    return R if config.precision == "fp8_block" else 1
-
-
 def call_refusals(
     config: MegaMoEConfig, *, H: int, I: int, R: int = 1, expert_bias: bool = False
 ) -> list[str]:
@@ -61,14 +55,12 @@ def call_refusals(
         f"the kernels have no precision {config.precision!r}": (
             config.precision not in KERNEL_PRECISIONS
         ),
-        f"the kernels for experts on {R} GPUs are not measured yet, and run by name only": (
-            R > 1 and not is_fp8
-        ),
+        f"the kernels for experts on {R} GPUs are not measured yet, and run by name only": (R > 1),
         f"H = {H} and I = {I} are not both multiples of {KERNEL_MULTIPLE}": (
             H % KERNEL_MULTIPLE or I % KERNEL_MULTIPLE
         ),
     }
-    lacking = {"activation": config.activation, "R": R, "expert_bias": expert_bias}
+    lacking = {"activation": config.activation, "expert_bias": expert_bias}
     of_fp8 = lacking_in_fp8(**lacking) if is_fp8 else []
     return [
         *(why for why, holds in refusals.items() if holds),

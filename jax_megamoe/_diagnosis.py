@@ -7,7 +7,7 @@ The words of each refusal are those of the code that refuses: `_backend.call_ref
 import dataclasses
 
 from jax_megamoe import memory
-from jax_megamoe._backend import call_refusals, ranks_by_name
+from jax_megamoe._backend import call_refusals
 from jax_megamoe._ffi import KERNEL_COMPUTE_CAPABILITY, older_generation
 from jax_megamoe._machine import NOT_INSTALLED, Device, Facts
 from jax_megamoe._quantized_checks import check_fp8_kernels
@@ -113,7 +113,7 @@ def check_question(question: Question) -> None:
     if question.config.precision == "fp8_block":
         check_groups("H", H=dims.H)
         check_groups("I", I=dims.I)
-    check_fp8_kernels(question.config, R=dims.R, expert_bias=question.expert_bias)
+    check_fp8_kernels(question.config, expert_bias=question.expert_bias)
     if dims.R not in RANK_COUNTS:
         refuse(ValueError, "R", str(dims.R), f"one of {', '.join(map(str, RANK_COUNTS))}")
     if dims.E % dims.R:
@@ -163,8 +163,8 @@ def _of_call(question: Question) -> list[str]:
 
 def _refusals(question: Question, by_name: bool) -> list[str]:
     dims, config = question.dims, question.config
-    num_ranks = ranks_by_name(config, dims.R) if by_name else dims.R
-    sizes = {"H": dims.H, "I": dims.I, "R": num_ranks}
+    # By name they run over several ranks, too.
+    sizes = {"H": dims.H, "I": dims.I, "R": 1 if by_name else dims.R}
     return call_refusals(config, **sizes, expert_bias=question.expert_bias)
 
 

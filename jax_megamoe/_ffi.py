@@ -197,7 +197,7 @@ def forward_call(
       to float32.
       axis_name: the mesh axis or axes of the R ranks; None outside shard_map, when R is 1.
       quantized: with config.precision "fp8_block", what the kernels multiply with instead of the
-        weights among `experts`; only on one rank, and for "swiglu" without biases.
+        weights among `experts`; only for "swiglu" without biases.
       keep_gate_up: also returns what the backward then needs not compute again. The kernels are
         others than without.
       launches: the parts that each launch of the kernel does, see cuda/shared/part.h; UNFUSED
@@ -223,10 +223,10 @@ def forward_call(
     num_workspace = len(results) - 2 - keep_gate_up
     if trace:
         results.append(trace_result(dims, forward_steps(dims)))
-    codes = _codes(dims, config, quantized, expert_bias)
-    target, weights = (FORWARD_FP8, ()) if codes else (_target(FORWARD, dims), experts)
+    codes = _codes(config, quantized, expert_bias)
+    target, weights = (FORWARD_FP8, ()) if codes else (FORWARD, experts)
     operands = _operands(x, expert_idx, expert_weight, *weights)
-    y, counts, *rest = jax.ffi.ffi_call(target, _results(x, results))(
+    y, counts, *rest = jax.ffi.ffi_call(_target(target, dims), _results(x, results))(
         *operands,
         *(a for m in codes for a in (m.transposed, m.scales)),
         **_attributes(dims, config, axis_name, expert_bias),
@@ -275,9 +275,9 @@ def backward_call(
     results = backward_results(dims, dtype, *sizes)
     if trace:
         results.append(trace_result(dims, steps))
-    codes = _codes(dims, config, quantized, expert_bias)
-    target, weights = (BACKWARD_FP8, ()) if codes else (_target(BACKWARD, dims), experts)
-    dx, *rest = jax.ffi.ffi_call(target, _results(x, results))(
+    codes = _codes(config, quantized, expert_bias)
+    target, weights = (BACKWARD_FP8, ()) if codes else (BACKWARD, experts)
+    dx, *rest = jax.ffi.ffi_call(_target(target, dims), _results(x, results))(
         jnp.asarray(dy, jnp.bfloat16),
         *_operands(x, expert_idx, expert_weight, *weights),
         *_backward_codes(codes),
@@ -313,17 +313,17 @@ def _work(
 
 
 def _codes(
-    dims: Dims, config: MegaMoEConfig, quantized: QuantizedExperts | None, expert_bias: bool
+    config: MegaMoEConfig, quantized: QuantizedExperts | None, expert_bias: bool
 ) -> tuple[QuantizedMatrix, ...]:
     """The weights of a pass in FP8, refused where its kernels do not take the call; in bf16 ()."""
     if config.precision != "fp8_block":
         return ()
-    if dims.R > 1 or config.activation != "swiglu" or expert_bias or quantized is None:
+    if config.activation != "swiglu" or expert_bias or quantized is None:
         raise ValueError(
-            f"precision is {config.precision!r} with R = {dims.R}, activation "
-            f"{config.activation!r}, {'' if expert_bias else 'no '}biases and "
-            f"{'no ' if quantized is None else ''}quantised weights; its kernels take one rank, "
-            "'swiglu', no biases and quantised weights"
+            f"precision is {config.precision!r} with activation {config.activation!r}, "
+            f"{'' if expert_bias else 'no '}biases and "
+            f"{'no ' if quantized is None else ''}quantised weights; its kernels take 'swiglu', "
+            "no biases and quantised weights"
         )
     return quantized
 

@@ -19,17 +19,17 @@ from jax_megamoe.validation import (
 _NAME = "quantized_experts"
 
 
-def check_fp8_kernels(config: MegaMoEConfig, *, R: int = 1, expert_bias: bool = False) -> None:
+def check_fp8_kernels(config: MegaMoEConfig, *, expert_bias: bool = False) -> None:
     """Raises ValueError for what the kernels of "fp8_block" do not have, asked for by name."""
     if config.backend != "cuda" or config.precision != "fp8_block":
         return
-    for what in lacking_in_fp8(activation=config.activation, R=R, expert_bias=expert_bias):
+    for what in lacking_in_fp8(activation=config.activation, expert_bias=expert_bias):
         refuse(
             ValueError,
             "precision",
             f"'fp8_block' with backend='cuda' and {what}",
-            "'bf16' there; the kernels of 'fp8_block' take experts on one GPU, 'swiglu' and no "
-            "biases, backend='reference' takes all",
+            "'bf16' there; the kernels of 'fp8_block' take 'swiglu' and no biases, "
+            "backend='reference' takes all",
         )
 
 

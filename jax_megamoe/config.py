@@ -60,8 +60,8 @@ class MegaMoEConfig:
         in float32; "float32" rounds nowhere and exists in the reference backend only. "fp8_block"
         multiplies with the weights in FP8, rows in groups of 128 and weights in blocks of 128 x 128
         with power-of-two scales (docs/fp8.md); the rest, weight gradients too, is as in "bf16". H
-        and I are multiples of 128 then. Its kernels take R = 1, "swiglu" and no biases; for all
-        else it exists in the reference backend only.
+        and I are multiples of 128 then. Its kernels take "swiglu" and no biases; for all else it
+        exists in the reference backend only.
       activation: h of g = x Wg and u = x Wu, biases included. "swiglu": silu(g) u. "geglu":
         gelu(g) u, in gelu's tanh form, as `jax.nn.gelu` by default. Or a `ClampedSwiGLU`.
       backend: "cuda" (the kernels), "reference" (pure JAX, any platform) or "auto": the kernels in
@@ -101,12 +101,11 @@ class MegaMoEConfig:
 
 
 def lacking_in_fp8(
-    *, activation: str | ClampedSwiGLU = "swiglu", R: int = 1, expert_bias: bool = False
+    *, activation: str | ClampedSwiGLU = "swiglu", expert_bias: bool = False
 ) -> list[str]:
     """What of a call the kernels of precision "fp8_block" do not have; [] for nothing."""
     lacking = {
         f"activation {activation!r}": activation != "swiglu",
-        f"experts on {R} GPUs": R > 1,
         "biases": expert_bias,
     }
     return [what for what, holds in lacking.items() if holds]

@@ -83,7 +83,7 @@ class MemoryPlan:
       plan_bytes: the plan's arrays, int32.
       pool_bytes: [P, H] in bf16: x of each row, later its o. P is at most R T K + 127 E/R, the rows
         of any routing, and at most pool_factor T K + 127 E/R where that is more than R K. With
-        precision "fp8_block" beside it the codes of x and those of each row's x.
+        precision "fp8_block" beside it the codes of each row's x and, for R = 1, those of x.
       h_bytes: [P, I] in bf16, or its codes.
       counters_bytes: the progress of a call.
       gate_up_bytes: [P, 2I] in bf16: what a forward with save="gate_up" keeps for its backward, on
@@ -150,7 +150,7 @@ def memory_plan(
     check_pool_factor(pool_factor)
     check_flag("expert_bias", expert_bias)
     if precision == "fp8_block":
-        for what in lacking_in_fp8(R=R, expert_bias=expert_bias):
+        for what in lacking_in_fp8(expert_bias=expert_bias):
             refuse(ValueError, "precision", f"{precision!r} with {what}", "'bf16' there")
     dims = Dims(**{name: int(size) for name, size in sizes.items()}, pool_factor=float(pool_factor))
     operands = forward_operands(dims, expert_bias, precision)
@@ -166,7 +166,7 @@ def memory_plan(
         h_bytes=h_bytes,
         counters_bytes=results[-1].num_bytes,
         gate_up_bytes=gate_up_array(dims).num_bytes,
-        peer_bytes=_peer_bytes(dims, combine_dtype),
+        peer_bytes=_peer_bytes(dims, combine_dtype, precision),
     )
     _check_countable("forward", dims, operands + results)
     return memory
@@ -211,11 +211,16 @@ def _forward_pools(dims: Dims, precision: str) -> list[ArraySize]:
             ArraySize("h", (rows, dims.I), BF16),
         ]
     return [
-        code_rows("x_codes", dims.T, dims.H),
+        *_own_codes(dims, "x"),
         code_rows("x_pool", rows, dims.H),
         code_rows("h", rows, dims.I),
         ArraySize("o", (rows, dims.H), BF16),
     ]
+
+
+def _own_codes(dims: Dims, name: str) -> list[ArraySize]:
+    """Those of the tokens of a rank, which it makes where its peers find them."""
+    return [code_rows(f"{name}_codes", dims.T, dims.H)] if dims.R == 1 else []
 
 
 def gate_up_array(dims: Dims) -> ArraySize:
@@ -223,13 +228,16 @@ def gate_up_array(dims: Dims) -> ArraySize:
     return ArraySize("gate_up", (dims.pool_rows, 2 * dims.I), BF16)
 
 
-def _peer_bytes(dims: Dims, combine_dtype: str) -> int:
-    return up_to(PAGE_BYTES, peer_array_bytes(dims, combine_dtype)) if dims.R > 1 else 0
+def _peer_bytes(dims: Dims, combine_dtype: str, precision: str) -> int:
+    if dims.R == 1:
+        return 0
+    return up_to(PAGE_BYTES, peer_array_bytes(dims, combine_dtype, precision))
 
 
-def peer_array_bytes(dims: Dims, combine_dtype: str) -> int:
+def peer_array_bytes(dims: Dims, combine_dtype: str, precision: str = "bf16") -> int:
     """The bytes that a rank asks for to share with its peers, as cuda/host/peer_arrays.cc."""
     R, T, K, H = dims.R, dims.T, dims.K, dims.H
+    is_fp8 = precision == "fp8_block"
     arrays = [
         ArraySize("blocks_done", (1,), I32),
         ArraySize("inputs_done", (R,), I32),
@@ -240,6 +248,7 @@ def peer_array_bytes(dims: Dims, combine_dtype: str) -> int:
         ArraySize("dw", (T, K), F32),
         ArraySize("x", (T, H), BF16),
         ArraySize("dy", (T, H), BF16),
+        *([code_rows(f"{name}_codes", T, H) for name in ("x", "dy")] if is_fp8 else []),
         ArraySize("sums", (R, T, H), np.dtype(combine_dtype)),
     ]
     return sum(up_to(PEER_ALIGNMENT, array.num_bytes) for array in arrays)
@@ -297,17 +306,16 @@ def backward_results(
 
 
 def _backward_code_rows(dims: Dims, keep_gate_up: bool) -> list[ArraySize]:
-    """Those of dy, of dg beside du and, where g and u are computed again, of x."""
+    """Those of dy, of dg beside du and, where a pass computes g and u again, of x."""
     rows = dims.pool_rows
     arrays = [
-        code_rows("dy_codes", dims.T, dims.H),
+        *_own_codes(dims, "dy"),
         code_rows("dy_code_pool", rows, dims.H),
         code_rows("dz_codes", rows, 2 * dims.I),
     ]
-    if keep_gate_up:
+    if keep_gate_up and dims.max_passes == 1:
         return arrays
-    of_x = [code_rows("x_codes", dims.T, dims.H), code_rows("x_code_pool", rows, dims.H)]
-    return [*arrays, *of_x]
+    return [*arrays, *_own_codes(dims, "x"), code_rows("x_code_pool", rows, dims.H)]
 
 
 def _gradients(

@@ -153,7 +153,7 @@ def _on_rows(
     was.
     """
     dims = check_call(x, expert_idx, expert_weight, *experts, config=config, axis_name=axis_name)
-    check_fp8_kernels(config, R=dims.R, expert_bias=len(experts) > len(WEIGHTS))
+    check_fp8_kernels(config, expert_bias=len(experts) > len(WEIGHTS))
     check_quantized(quantized, experts[0], config)
     if config.debug_checks:
         expert_idx = checked(expert_idx, num_experts=dims.E)

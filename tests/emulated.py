@@ -45,6 +45,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = ROOT / "tests" / "ranks"
 # The ranks on one GPU; made with the test build.
 ONE_GPU = ROOT / "build" / "one_gpu"
+# Of an H200, a rank's of so many; some are left free.
+MULTIPROCESSORS = {1: 132, 2: 64, 4: 32, 8: 16}
 # The emulator's programs.
 BUILT = ROOT / "build" / "emulator"
 # By program, what it needs of cuda/host.
@@ -244,7 +246,7 @@ class Call:
       keep: the kernels of save="gate_up". kept: what a backward takes of its forward.
       launches: as for the custom calls; None: fused. trace: likewise.
       quantized: with precision="fp8_block", the weights as `quantize_expert_weights` gives them;
-        the second result of a forward is then x as it was quantised, in the rows of
+        the second result of a forward on one rank is then x as it was quantised, in the rows of
         cuda/shared/fp8.h.
     """
 
@@ -270,7 +272,7 @@ class Call:
         results = [((dims.T, dims.H), BF16)]
         if self.is_backward:
             results.append(((dims.T, dims.K), F32))
-        elif self.quantized is not None:
+        elif self.quantized is not None and dims.R == 1:
             results.append(((dims.T, code_row_bytes(dims.H)), U8))
         if self.is_backward and self.trainable:
             dtype = F32 if self.float_gradients or dims.max_passes > 1 else BF16
@@ -351,14 +353,16 @@ def forward_fp8(
     batch: Batch,
     quantized: QuantizedExperts,
     *,
+    ranks: int = 1,
     keep: bool = False,
     launches: tuple[int, ...] | None = None,
     trace: bool = False,
     **options: Any,
 ) -> list[np.ndarray]:
-    """y, the quantised x and, with `keep`, what save="gate_up" keeps; options as for `run`."""
+    """y, on one rank the quantised x and, with `keep`, what save="gate_up" keeps; options as for
+    `run`."""
     call = Call(batch, keep=keep, launches=launches, trace=trace, quantized=quantized)
-    return run([call], ranks=1, **options)[0]
+    return run([call], ranks=ranks, **options)[0]
 
 
 def backward(
@@ -394,6 +398,7 @@ def backward_fp8(
     batch: Batch,
     quantized: QuantizedExperts,
     *,
+    ranks: int = 1,
     weight_dtype: np.dtype = BF16,
     trainable: bool = True,
     gate_up: np.ndarray | None = None,
@@ -401,7 +406,7 @@ def backward_fp8(
     trace: bool = False,
     **options: Any,
 ) -> list[np.ndarray]:
-    """As `backward`, on one rank; gate_up: what `forward_fp8` kept."""
+    """As `backward`; gate_up: what `forward_fp8` kept."""
     call = Call(
         batch,
         is_backward=True,
@@ -412,7 +417,7 @@ def backward_fp8(
         trace=trace,
         quantized=quantized,
     )
-    return run([call], ranks=1, **options)[0]
+    return run([call], ranks=ranks, **options)[0]
 
 
 def run(calls: Sequence[Call], *, ranks: int, **options: Any) -> list[list[np.ndarray]]:
@@ -472,8 +477,10 @@ def _run(
     header = [len(calls), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
     header += [dims.pool_routes, multiprocessors, seed, _fault]
     header += [sum(1 << rank for rank in failed_ranks), deadline_rounds]
-    header += [peer_array_bytes(dims, combine_dtype), combine_dtype == "bfloat16"]
-    header += [sum(1 << rank for rank in ended_ranks), not one_gpu]
+    has_codes = any(call.quantized is not None for call in calls)
+    precision = "fp8_block" if has_codes else "bf16"
+    header += [peer_array_bytes(dims, combine_dtype, precision), combine_dtype == "bfloat16"]
+    header += [sum(1 << rank for rank in ended_ranks), not one_gpu, has_codes]
     arrays: list[np.ndarray] = [np.array(header, np.int32)]
     results = []
     for call in calls:

@@ -1,7 +1,7 @@
 // Share: gives the ranks of the expert group what a call reads of this one, and waits until all
 // have done the same.
 //
-// reads      x, in the backward dy, expert_idx and expert_weight of this rank
+// reads      x and dy, where they are shared, expert_idx and expert_weight of this rank
 // writes     PeerArrays: x and dy in the own workspace, the routing in that of every rank
 // waits on   inputs_done of every rank, in the last block to come to its end: no block waits for
 //            another one of the kernel
@@ -59,7 +59,7 @@ __device__ inline void CopyInputs(const ShareParams& p) {
   const int rank = p.wait.rank;
   const int64_t vectors = int64_t{p.dims.T} * p.H * 2 / static_cast<int64_t>(sizeof(uint4));
   const int64_t slots = int64_t{p.dims.T} * p.dims.K;
-  CopyShare(p.peers.x[rank], p.x, vectors);
+  if (p.x != nullptr) CopyShare(p.peers.x[rank], p.x, vectors);
   if (p.dy != nullptr) CopyShare(p.peers.dy[rank], p.dy, vectors);
   for (int r = 0; r < p.dims.R; ++r) {
     int64_t bytes = CopyShare(p.peers.expert_idx[r] + rank * slots, p.expert_idx, slots);

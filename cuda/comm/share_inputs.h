@@ -18,8 +18,8 @@ constexpr int kShareThreads = 384;
 struct ShareParams {
   RoutingDims dims;
   int H;
-  const void* x;               // [T, H] bf16
-  const void* dy;              // [T, H] bf16; null in the forward
+  const void* x;               // [T, H] bf16; null: not shared
+  const void* dy;              // [T, H] bf16; likewise
   const int32_t* expert_idx;   // [T, K]
   const float* expert_weight;  // [T, K]
   WaitContext wait;

@@ -7,5 +7,7 @@ namespace megamoe {
 
 XLA_FFI_Error* PrepareFp8Backward(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ExecuteFp8Backward(XLA_FFI_CallFrame* frame);
+// With the experts of other ranks.
+XLA_FFI_Error* ExecuteGroupFp8Backward(XLA_FFI_CallFrame* frame);
 
 }  // namespace megamoe

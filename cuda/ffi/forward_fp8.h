@@ -7,5 +7,7 @@ namespace megamoe {
 
 XLA_FFI_Error* PrepareFp8Forward(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ExecuteFp8Forward(XLA_FFI_CallFrame* frame);
+// With the experts of other ranks.
+XLA_FFI_Error* ExecuteGroupFp8Forward(XLA_FFI_CallFrame* frame);
 
 }  // namespace megamoe

@@ -84,9 +84,15 @@ std::vector<Registration> LayerRegistrations() {
       {"jax_megamoe_forward_peers", "prepare", PrepareGroup},
       {"jax_megamoe_forward_peers", "initialize", kInitializePeers},
       {"jax_megamoe_forward_peers", "execute", ExecuteGroupForward},
+      {"jax_megamoe_forward_fp8_peers", "prepare", PrepareGroup},
+      {"jax_megamoe_forward_fp8_peers", "initialize", kInitializePeers},
+      {"jax_megamoe_forward_fp8_peers", "execute", ExecuteGroupFp8Forward},
       {"jax_megamoe_backward_peers", "prepare", PrepareGroup},
       {"jax_megamoe_backward_peers", "initialize", kInitializePeers},
       {"jax_megamoe_backward_peers", "execute", ExecuteGroupBackward},
+      {"jax_megamoe_backward_fp8_peers", "prepare", PrepareGroup},
+      {"jax_megamoe_backward_fp8_peers", "initialize", kInitializePeers},
+      {"jax_megamoe_backward_fp8_peers", "execute", ExecuteGroupFp8Backward},
   };
 }
 

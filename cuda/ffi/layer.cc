@@ -68,6 +68,13 @@ ffi::ErrorOr<bool> ReadBf16Sums(const ffi::Dictionary& attributes) {
                  "; it may be float32 or bfloat16");
 }
 
+// Of a call over several ranks: whether rows cross as codes, too.
+ffi::ErrorOr<bool> ReadHasCodes(const ffi::Dictionary& attributes) {
+  const auto precision = attributes.get<std::string_view>("precision");
+  if (precision.has_error()) return precision.error();
+  return *precision == "fp8_block";
+}
+
 // The constants of the gated unit, which jax_megamoe/activation.py has of each activation.
 ffi::ErrorOr<GatedUnit> ReadUnit(const ffi::Dictionary& attributes) {
   GatedUnit unit;
@@ -180,8 +187,11 @@ ffi::ErrorOr<LayerCall> ReadTokenCall(const char* pass, int64_t pass_parts,
   call.num_launches = static_cast<int64_t>(launches->size());
   if (num_ranks > 1) {
     const auto bf16_sums = ReadBf16Sums(attributes);
+    const auto has_codes = ReadHasCodes(attributes);
     if (bf16_sums.has_error()) return bf16_sums.error();
+    if (has_codes.has_error()) return has_codes.error();
     call.bf16_sums = *bf16_sums;
+    call.has_codes = *has_codes;
   }
   return call;
 }
@@ -221,8 +231,10 @@ ffi::ErrorOr<int64_t> ReadPeerBytes(const ffi::Dictionary& attributes) {
     v[i] = static_cast<int>(*number);
   }
   const auto bf16_sums = ReadBf16Sums(attributes);
+  const auto has_codes = ReadHasCodes(attributes);
   if (bf16_sums.has_error()) return bf16_sums.error();
-  return PeerArrayBytes({v[0], v[1], v[2], v[3]}, v[4], *bf16_sums);
+  if (has_codes.has_error()) return has_codes.error();
+  return PeerArrayBytes({{v[0], v[1], v[2], v[3]}, v[4], *bf16_sums, *has_codes});
 }
 
 void SetPeers(int32_t device, int64_t deadline_ns, const GroupCall* group, LayerCall* call) {
@@ -231,7 +243,8 @@ void SetPeers(int32_t device, int64_t deadline_ns, const GroupCall* group, Layer
       group == nullptr ? NextCall(device, static_cast<uint64_t>(deadline_ns)) : group->wait;
   call->plan.rank = rank;
   if (group == nullptr) return;
-  call->peers = PeerArraysOf(group->peers, call->plan.dims, call->H, call->bf16_sums);
+  call->peers =
+      PeerArraysOf(group->peers, {call->plan.dims, call->H, call->bf16_sums, call->has_codes});
 }
 
 ffi::ErrorOr<int64_t> ReadDeadline(const ffi::Dictionary& attributes) {

@@ -81,11 +81,15 @@ auto WithDevice(Binding&& binding) {
       .template Ctx<xla::ffi::DeviceOrdinal>();
 }
 template <typename Binding>
-auto WithLayerOperands(Binding&& binding) {
+auto WithTokenOperands(Binding&& binding) {
   return std::move(binding)
-      .template Arg<Bf16Matrix>()    // x
-      .template Arg<Ids>()           // expert_idx
-      .template Arg<RouteWeights>()  // expert_weight
+      .template Arg<Bf16Matrix>()     // x
+      .template Arg<Ids>()            // expert_idx
+      .template Arg<RouteWeights>();  // expert_weight
+}
+template <typename Binding>
+auto WithLayerOperands(Binding&& binding) {
+  return WithTokenOperands(std::move(binding))
       .template Arg<Bf16Experts>()   // w_gate
       .template Arg<Bf16Experts>()   // w_up
       .template Arg<Bf16Experts>();  // w_down

@@ -88,7 +88,7 @@ CudaStatus RunBackward(cudaStream_t stream, const BackwardCall& c) {
   if (!made.ok()) return made;
   BackwardParams params = BackwardParamsOf(c);
   const int64_t num_counters = NumBackwardCounters(c.pool_rows, c.plan.dims.experts_per_rank());
-  return RunLaunches(stream, c, c.x, c.dy, num_counters, &params,
+  return RunLaunches(stream, c, {c.x, c.dy, {}}, num_counters, &params,
                      [&](int num_multiprocessors, bool starts_early) {
                        return LaunchBackward(stream, num_multiprocessors, maps, params,
                                              c.float_gradients, starts_early);

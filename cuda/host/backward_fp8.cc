@@ -43,20 +43,20 @@ CudaStatus MakeRecomputeMaps(const Fp8BackwardCall& c, Fp8BackwardMaps* maps) {
 CudaStatus MakeMaps(const Fp8BackwardCall& c, Fp8BackwardMaps* maps) {
   const CudaStatus made =
       FirstFailure({MakeBackwardMaps(c, maps), MakeCodeMaps(c, maps), MakeWeightMaps(c, maps)});
-  if (!made.ok() || c.gate_up != nullptr) return made;
+  if (!made.ok() || !MakesGateUp(c)) return made;
   return MakeRecomputeMaps(c, maps);
 }
 
 Fp8BackwardParams Fp8ParamsOf(const Fp8BackwardCall& c) {
   Fp8BackwardParams params = {};
   static_cast<BackwardParams&>(params) = BackwardParamsOf(c);
-  params.dy_codes = static_cast<const uint8_t*>(c.dy_codes);
+  params.dy_codes = static_cast<const uint4*>(c.dy_codes);
   params.dy_code_pool = static_cast<uint8_t*>(c.dy_code_pool);
   params.dy_rows = ScalesOf(c.dy_code_pool, c.H);
   params.dz_rows = ScalesOf(c.dz_codes, 2 * c.I);
   params.scales = {c.gate.scales, c.up.scales, c.down.scales};
-  if (c.gate_up != nullptr) return params;
-  params.x_codes = static_cast<const uint8_t*>(c.x_codes);
+  if (!MakesGateUp(c)) return params;
+  params.x_codes = static_cast<const uint4*>(c.x_codes);
   params.x_code_pool = static_cast<uint8_t*>(c.x_code_pool);
   params.x_rows = ScalesOf(c.x_code_pool, c.H);
   return params;
@@ -68,25 +68,21 @@ CudaStatus RunFp8Backward(cudaStream_t stream, const Fp8BackwardCall& c) {
   Fp8BackwardMaps maps = {};
   if (CudaStatus status = MakeMaps(c, &maps); !status.ok()) return status;
   Fp8BackwardParams params = Fp8ParamsOf(c);
-  const auto quantize = [&](int num_multiprocessors, const void* rows, void* codes) {
-    return LaunchQuantizeRows(
-        stream, num_multiprocessors,
-        {static_cast<const uint4*>(rows), static_cast<uint8_t*>(codes), c.plan.dims.T, c.H});
+  const auto of_array = [&](const void* rows, void* codes) -> QuantizeParams {
+    return {static_cast<const uint4*>(rows), static_cast<uint8_t*>(codes), c.plan.dims.T, c.H};
   };
-  // Beside the plan, hence behind it.
-  const auto launch = [&](int num_multiprocessors, bool starts_early) -> CudaStatus {
-    if (starts_early) {
-      CudaStatus status = quantize(num_multiprocessors, c.dy, c.dy_codes);
-      if (status.ok() && c.gate_up == nullptr) {
-        status = quantize(num_multiprocessors, c.x, c.x_codes);
-      }
-      if (!status.ok()) return status;
-    }
-    return LaunchFp8Backward(stream, num_multiprocessors, maps, params, c.float_gradients,
-                             starts_early);
+  const auto quantize = [&](int num_multiprocessors, bool starts_early) {
+    CudaStatus status =
+        LaunchQuantizeRows(stream, num_multiprocessors, of_array(c.dy, c.dy_codes), starts_early);
+    if (!status.ok() || !MakesGateUp(c)) return status;
+    return LaunchQuantizeRows(stream, num_multiprocessors, of_array(c.x, c.x_codes), starts_early);
   };
   const int64_t num_counters = NumBackwardCounters(c.pool_rows, c.plan.dims.experts_per_rank());
-  return RunLaunches(stream, c, c.x, c.dy, num_counters, &params, launch);
+  return RunLaunches(stream, c, {c.x, c.dy, quantize}, num_counters, &params,
+                     [&](int num_multiprocessors, bool starts_early) {
+                       return LaunchFp8Backward(stream, num_multiprocessors, maps, params,
+                                                c.float_gradients, starts_early);
+                     });
 }
 
 }  // namespace megamoe

@@ -41,7 +41,7 @@ CudaStatus RunForward(cudaStream_t stream, const ForwardCall& c) {
   params.pool_rows = c.pool_rows;
   params.unit = c.unit;
   params.biases = c.biases;
-  return RunLaunches(stream, c, c.x, nullptr, NumForwardCounters(c.pool_rows), &params,
+  return RunLaunches(stream, c, {c.x, nullptr, {}}, NumForwardCounters(c.pool_rows), &params,
                      [&](int num_multiprocessors, bool starts_early) {
                        return LaunchForward(stream, num_multiprocessors, maps, params,
                                             starts_early);

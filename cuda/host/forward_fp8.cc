@@ -38,22 +38,21 @@ CudaStatus RunFp8Forward(cudaStream_t stream, const Fp8ForwardCall& c) {
   params.gate_up = static_cast<uint4*>(c.gate_up);
   params.pool_rows = c.pool_rows;
   params.unit = c.unit;
-  params.x_codes = static_cast<const uint8_t*>(c.x_codes);
+  params.x_codes = static_cast<const uint4*>(c.x_codes);
   params.x_pool = static_cast<uint8_t*>(c.x_pool);
   params.x_rows = ScalesOf(c.x_pool, c.H);
   params.h_rows = ScalesOf(c.h, c.I);
   params.scales = {c.w_gate.scales, c.w_up.scales, c.w_down.scales};
-  const QuantizeParams quantize = {static_cast<const uint4*>(c.x), static_cast<uint8_t*>(c.x_codes),
-                                   c.plan.dims.T, c.H};
-  // Beside the plan, hence behind it.
-  const auto launch = [&](int num_multiprocessors, bool starts_early) -> CudaStatus {
-    if (starts_early) {
-      CudaStatus status = LaunchQuantizeRows(stream, num_multiprocessors, quantize);
-      if (!status.ok()) return status;
-    }
-    return LaunchFp8Forward(stream, num_multiprocessors, maps, params, starts_early);
+  const QuantizeParams x = {static_cast<const uint4*>(c.x), static_cast<uint8_t*>(c.x_codes),
+                            c.plan.dims.T, c.H};
+  const auto quantize = [&](int num_multiprocessors, bool starts_early) {
+    return LaunchQuantizeRows(stream, num_multiprocessors, x, starts_early);
   };
-  return RunLaunches(stream, c, c.x, nullptr, NumForwardCounters(c.pool_rows), &params, launch);
+  return RunLaunches(stream, c, {nullptr, nullptr, quantize}, NumForwardCounters(c.pool_rows),
+                     &params, [&](int num_multiprocessors, bool starts_early) {
+                       return LaunchFp8Forward(stream, num_multiprocessors, maps, params,
+                                               starts_early);
+                     });
 }
 
 }  // namespace megamoe

@@ -1,4 +1,4 @@
-// One call of the forward with precision="fp8_block", on one rank.
+// One call of the forward with precision="fp8_block".
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,8 +12,8 @@ namespace megamoe {
 
 // A matrix of each expert, M x N, as the forward takes it.
 struct QuantizedMatrix {
-  const void* codes;    // [E, N, M] e4m3fn: transposed, so that products sum along rows
-  const float* scales;  // [E, M / 128, N / 128]
+  const void* codes;    // [E/R, N, M] e4m3fn: transposed, so that products sum along rows
+  const float* scales;  // [E/R, M / 128, N / 128]
 };
 
 struct Fp8ForwardCall : LayerCall {
@@ -22,7 +22,7 @@ struct Fp8ForwardCall : LayerCall {
   QuantizedMatrix w_up;    // H x I
   QuantizedMatrix w_down;  // I x H
   void* y;                 // [T, H] bf16
-  void* x_codes;           // [T] rows of H codes, see shared/fp8.h
+  void* x_codes;           // [T] rows of H codes, see shared/fp8.h; with peers those of PeerArrays
   void* x_pool;            // [P] rows of H codes
   void* h;                 // [P] rows of I codes
   void* o;                 // [P, H] bf16

@@ -59,14 +59,36 @@ CudaStatus ClearTrace(cudaStream_t stream, const LayerCall& c) {
   return {};
 }
 
+// All ranks' inputs for all ranks. Nothing of it starts early: what is ahead in the stream may be
+// anybody's.
+CudaStatus Share(cudaStream_t stream, const LayerCall& c, int num_multiprocessors,
+                 const LayerInputs& inputs) {
+  if (inputs.quantize) {
+    if (CudaStatus status = inputs.quantize(num_multiprocessors, false); !status.ok()) {
+      return status;
+    }
+  }
+  return LaunchShareInputs(stream, num_multiprocessors,
+                           {c.plan.dims, c.H, inputs.x, inputs.dy, c.expert_idx, c.expert_weight,
+                            c.wait, c.peers, c.trace});
+}
+
 CudaStatus RunPass(cudaStream_t stream, const LayerCall& c, int num_multiprocessors,
-                   int64_t num_counters, LayerParams* params, const Launch& launch) {
+                   const LayerInputs& inputs, int64_t num_counters, LayerParams* params,
+                   const Launch& launch) {
   const plan::Cleared counters = {c.counters, num_counters};
-  const WaitContext inputs = c.plan.dims.R > 1 ? c.wait : WaitContext{};
+  const bool has_peers = c.plan.dims.R > 1;
+  const WaitContext wait = has_peers ? c.wait : WaitContext{};
   if (CudaStatus status =
-          plan::Launch(stream, c.plan, params->pass, RoutingOf(c), c.plan_arrays, counters, inputs);
+          plan::Launch(stream, c.plan, params->pass, RoutingOf(c), c.plan_arrays, counters, wait);
       !status.ok()) {
     return status;
+  }
+  // Beside the plan, hence behind it.
+  if (!has_peers && inputs.quantize) {
+    if (CudaStatus status = inputs.quantize(num_multiprocessors, true); !status.ok()) {
+      return status;
+    }
   }
   for (int64_t i = 0; i < c.num_launches; ++i) {
     params->parts = static_cast<uint32_t>(c.launches[i]);
@@ -82,7 +104,7 @@ CudaStatus RunPass(cudaStream_t stream, const LayerCall& c, int num_multiprocess
 
 }  // namespace
 
-CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, const void* dy,
+CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const LayerInputs& inputs,
                        int64_t num_counters, LayerParams* params, const Launch& launch) {
   int num_multiprocessors = c.num_multiprocessors;
   if (num_multiprocessors == 0) {
@@ -90,15 +112,14 @@ CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& c, const void* x, c
   }
   if (CudaStatus status = ClearTrace(stream, c); !status.ok()) return status;
   if (c.plan.dims.R > 1) {
-    const ShareParams inputs = {c.plan.dims,     c.H,    x,       dy,     c.expert_idx,
-                                c.expert_weight, c.wait, c.peers, c.trace};
-    if (CudaStatus status = LaunchShareInputs(stream, num_multiprocessors, inputs); !status.ok()) {
+    if (CudaStatus status = Share(stream, c, num_multiprocessors, inputs); !status.ok()) {
       return status;
     }
   }
   const int max_passes = MaxPasses(c.plan);
   for (params->pass = 0; params->pass < max_passes; ++params->pass) {
-    if (CudaStatus status = RunPass(stream, c, num_multiprocessors, num_counters, params, launch);
+    if (CudaStatus status =
+            RunPass(stream, c, num_multiprocessors, inputs, num_counters, params, launch);
         !status.ok()) {
       return status;
     }

@@ -26,7 +26,8 @@ struct LayerCall {
   GatedUnit unit;
   ExpertBiases biases;      // null: none
   PeerArrays peers;         // with more than one rank
-  bool bf16_sums;           // of PeerArrays
+  bool bf16_sums;           // of PeerLayout, with more than one rank
+  bool has_codes;           // likewise
   uint32_t* counters;       // see TileCounters
   const int64_t* launches;  // the parts (shared/part.h) of each
   int64_t num_launches;
@@ -42,11 +43,21 @@ uint32_t* TileCounters(const LayerCall& call, int i);
 // What the kernel of a call takes, but for the parts of a launch. x_ready is TileCounters 0.
 LayerParams ParamsOf(const LayerCall& call);
 
-// Enqueues, for each pass that the call may need, the plan, which clears the counters, and then
-// each of the launches, for which it sets params->pass and parts. With more than one rank the
-// inputs are shared before: x and, if not null, dy. Allocates nothing and does not wait.
 using Launch = std::function<CudaStatus(int num_multiprocessors, bool starts_early)>;
-CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& call, const void* x, const void* dy,
+
+// What a call makes of its tokens before its kernel reads them.
+struct LayerInputs {
+  // With more than one rank these are shared; null: not.
+  const void* x;
+  const void* dy;
+  // Makes codes, which the ranks share, too; on one rank it runs beside the plan. Empty: none.
+  Launch quantize;
+};
+
+// Enqueues what the inputs need and, for each pass that the call may need, the plan, which clears
+// the counters, and then each of the launches, for which it sets params->pass and parts. Allocates
+// nothing and does not wait.
+CudaStatus RunLaunches(cudaStream_t stream, const LayerCall& call, const LayerInputs& inputs,
                        int64_t num_counters, LayerParams* params, const Launch& launch);
 
 }  // namespace megamoe

@@ -2,6 +2,8 @@
 
 #include <cstddef>
 
+#include "shared/fp8.h"
+
 namespace megamoe {
 namespace {
 
@@ -12,11 +14,13 @@ constexpr int kRoutings = 2;
 
 // Bytes from the beginning of a workspace. Flags come first, so that they lie apart from data.
 struct Offsets {
-  int64_t blocks_done, inputs_done, sums_done, dw, x, dy, sums, end;
+  int64_t blocks_done, inputs_done, sums_done, dw, x, dy, x_codes, dy_codes, sums, end;
   int64_t expert_idx[kRoutings], expert_weight[kRoutings];
 };
 
-Offsets OffsetsOf(const RoutingDims& d, int H, bool bf16_sums) {
+Offsets OffsetsOf(const PeerLayout& layout) {
+  const RoutingDims& d = layout.dims;
+  const int H = layout.H;
   const int64_t tokens = d.T;
   const int64_t slots = tokens * d.K;
   int64_t end = 0;
@@ -36,25 +40,28 @@ Offsets OffsetsOf(const RoutingDims& d, int H, bool bf16_sums) {
   o.dw = place(slots * sizeof(float));
   o.x = place(tokens * H * 2);
   o.dy = place(tokens * H * 2);
-  o.sums = place(d.R * tokens * H * (bf16_sums ? 2 : 4));
+  const int64_t code_bytes = layout.has_codes ? tokens * CodeRowBytes(H) : 0;
+  o.x_codes = place(code_bytes);
+  o.dy_codes = place(code_bytes);
+  o.sums = place(d.R * tokens * H * (layout.bf16_sums ? 2 : 4));
   o.end = end;
   return o;
 }
 
 }  // namespace
 
-int64_t PeerArrayBytes(const RoutingDims& dims, int H, bool bf16_sums) {
-  return OffsetsOf(dims, H, bf16_sums).end;
-}
+int64_t PeerArrayBytes(const PeerLayout& layout) { return OffsetsOf(layout).end; }
 
-PeerArrays PeerArraysOf(const Peers& peers, const RoutingDims& dims, int H, bool bf16_sums) {
-  const Offsets o = OffsetsOf(dims, H, bf16_sums);
+PeerArrays PeerArraysOf(const Peers& peers, const PeerLayout& layout) {
+  const Offsets o = OffsetsOf(layout);
   const uint32_t turn = peers.epoch % kRoutings;
   PeerArrays a = {};
-  for (int r = 0; r < dims.R; ++r) {
+  for (int r = 0; r < layout.dims.R; ++r) {
     std::byte* base = peers.base[r];
     a.x[r] = reinterpret_cast<uint4*>(base + o.x);
     a.dy[r] = reinterpret_cast<uint4*>(base + o.dy);
+    a.x_codes[r] = reinterpret_cast<uint4*>(base + o.x_codes);
+    a.dy_codes[r] = reinterpret_cast<uint4*>(base + o.dy_codes);
     a.expert_idx[r] = reinterpret_cast<int32_t*>(base + o.expert_idx[turn]);
     a.expert_weight[r] = reinterpret_cast<float*>(base + o.expert_weight[turn]);
     a.inputs_done[r] = reinterpret_cast<uint32_t*>(base + o.inputs_done);
@@ -64,7 +71,7 @@ PeerArrays PeerArraysOf(const Peers& peers, const RoutingDims& dims, int H, bool
   }
   a.blocks_done = reinterpret_cast<uint32_t*>(peers.base[peers.rank] + o.blocks_done);
   a.epoch = peers.epoch;
-  a.bf16_sums = bf16_sums;
+  a.bf16_sums = layout.bf16_sums;
   return a;
 }
 

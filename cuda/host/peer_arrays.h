@@ -8,11 +8,18 @@
 
 namespace megamoe {
 
-// Bytes of each rank's workspace, for both passes. They and the places of the arrays depend on
-// these numbers alone, which the configuration of a workspace fixes; of two routings, the epoch
-// chooses one.
-int64_t PeerArrayBytes(const RoutingDims& dims, int H, bool bf16_sums);
+// All that the places of the arrays depend on, which the configuration of a workspace fixes.
+struct PeerLayout {
+  RoutingDims dims;
+  int H;
+  bool bf16_sums;  // of PeerArrays
+  bool has_codes;  // rows cross as FP8 codes, too
+};
 
-PeerArrays PeerArraysOf(const Peers& peers, const RoutingDims& dims, int H, bool bf16_sums);
+// Bytes of each rank's workspace, for both passes.
+int64_t PeerArrayBytes(const PeerLayout& layout);
+
+// Of two routings, the epoch chooses one.
+PeerArrays PeerArraysOf(const Peers& peers, const PeerLayout& layout);
 
 }  // namespace megamoe

@@ -13,7 +13,7 @@ namespace megamoe {
 // Loads the kernels on the current device.
 CudaStatus LoadFp8Backward();
 
-// As LaunchBackward, of a call on one rank in one pass.
+// As LaunchBackward.
 CudaStatus LaunchFp8Backward(cudaStream_t stream, int num_multiprocessors,
                              const Fp8BackwardMaps& maps, const Fp8BackwardParams& params,
                              bool float_gradients, bool starts_early);

@@ -265,15 +265,15 @@ struct Fp8DgradGateUpStep : DgradGateUpStep {
   static constexpr int kAnnounceAhead = kCodesAnnounceAhead;
 };
 
-// What the roles need to know of this backward, on one rank.
-template <typename Gradients, bool kTakesGateUp>
-struct Fp8BackwardSteps : BackwardSteps<Gradients, kTakesGateUp, /*kWithPeers=*/false, SwiGlu> {
-  using Bf16Steps = BackwardSteps<Gradients, kTakesGateUp, false, SwiGlu>;
+// What the roles need to know of this backward.
+template <typename Gradients, bool kTakesGateUp, bool kWithPeers>
+struct Fp8BackwardSteps : BackwardSteps<Gradients, kTakesGateUp, kWithPeers, SwiGlu> {
+  using Bf16Steps = BackwardSteps<Gradients, kTakesGateUp, kWithPeers, SwiGlu>;
   using Params = Fp8BackwardParams;
   using Maps = Fp8BackwardMaps;
   using DgradDown = Fp8DgradDownStep<kTakesGateUp>;
 
-  static constexpr int kLaneColumns = CodeNeeds::kLaneColumns;
+  static constexpr int kLaneColumns = CodeNeeds::LaneColumns(kWithPeers);
   static constexpr int kServiceRegisters = CodeNeeds::kServiceRegisters;
   static constexpr int kMultiplyRegisters = CodeNeeds::kMultiplyRegisters;
   static constexpr bool kFewRegisters = true;
@@ -296,8 +296,9 @@ struct Fp8BackwardSteps : BackwardSteps<Gradients, kTakesGateUp, /*kWithPeers=*/
   }
   static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int i, int token) {
     if (i < Bf16Steps::kDispatched) return Bf16Steps::DispatchFrom(p, i, token);
-    const uint8_t* const codes = i == Bf16Steps::kDispatched ? p.dy_codes : p.x_codes;
-    return reinterpret_cast<const uint4*>(codes + int64_t{token} * CodeRowBytes(p.H));
+    const bool is_dy = i == Bf16Steps::kDispatched;
+    return Bf16Steps::RowOf(p, is_dy ? p.dy_codes : p.x_codes,
+                            is_dy ? p.peers.dy_codes : p.peers.x_codes, token, CodeRowBytes(p.H));
   }
   static __device__ __forceinline__ uint4* DispatchTo(const Params& p, int i) {
     if (i < Bf16Steps::kDispatched) return Bf16Steps::DispatchTo(p, i);

@@ -33,12 +33,7 @@ struct BackwardKernels {
   // For passes behind the first: of their rows g and u are not kept.
   static constexpr Kernel kAdding = BackwardKernel<AddedGradients, false, true, Activation>;
 
-  static CudaStatus Load() {
-    for (const Kernel kernel : kAll) {
-      if (CudaStatus status = LoadKernel(kernel); !status.ok()) return status;
-    }
-    return LoadKernel(kAdding);
-  }
+  static CudaStatus Load() { return FirstFailure({LoadKernels(kAll), LoadKernel(kAdding)}); }
 
   static CudaStatus Launch(cudaStream_t stream, int num_multiprocessors, const BackwardMaps& maps,
                            const BackwardParams& params, bool float_gradients, bool starts_early) {

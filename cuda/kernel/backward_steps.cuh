@@ -42,7 +42,8 @@ struct BackwardSteps : TokenSums<kWithPeers, BackwardParams> {
   static constexpr int kDispatched = 2;
   static constexpr int kZeroedArrays = 2;
   static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int i, int token) {
-    return BackwardSteps::RowOf(p, i == 0 ? p.x : p.dy, i == 0 ? p.peers.x : p.peers.dy, token);
+    return BackwardSteps::RowOf(p, i == 0 ? p.x : p.dy, i == 0 ? p.peers.x : p.peers.dy, token,
+                                BackwardSteps::DispatchedStride(p, i));
   }
   static __device__ __forceinline__ uint4* DispatchTo(const Params& p, int i) {
     return i == 0 ? p.x_pool : p.dy_pool;

@@ -6,24 +6,29 @@
 namespace megamoe {
 namespace {
 
-template <bool kKeepsGateUp>
+template <bool kKeepsGateUp, bool kWithPeers>
 __global__ __cluster_dims__(kPairBlocks)
     __launch_bounds__(kBlockThreads,
                       1) void Fp8ForwardKernel(const __grid_constant__ Fp8ForwardMaps maps,
                                                const __grid_constant__ Fp8ForwardParams p) {
-  Skeleton<Fp8ForwardSteps<kKeepsGateUp>>::Run(maps, p);
+  Skeleton<Fp8ForwardSteps<kKeepsGateUp, kWithPeers>>::Run(maps, p);
 }
+
+// By 2 * (there are peers) + (g and u are kept).
+using Kernel = void (*)(Fp8ForwardMaps, Fp8ForwardParams);
+constexpr Kernel kAll[4] = {Fp8ForwardKernel<false, false>, Fp8ForwardKernel<true, false>,
+                            Fp8ForwardKernel<false, true>, Fp8ForwardKernel<true, true>};
 
 }  // namespace
 
-CudaStatus LoadFp8Forward() {
-  return FirstFailure({LoadKernel(Fp8ForwardKernel<false>), LoadKernel(Fp8ForwardKernel<true>)});
-}
+CudaStatus LoadFp8Forward() { return LoadKernels(kAll); }
 
 CudaStatus LaunchFp8Forward(cudaStream_t stream, int num_multiprocessors,
                             const Fp8ForwardMaps& maps, const Fp8ForwardParams& params,
                             bool starts_early) {
-  const auto kernel = params.gate_up != nullptr ? Fp8ForwardKernel<true> : Fp8ForwardKernel<false>;
+  // The backward takes g and u of the first pass alone.
+  const bool keeps = params.gate_up != nullptr && params.pass == 0;
+  const Kernel kernel = kAll[2 * (params.dims.R > 1) + keeps];
   return LaunchKernel(kernel, stream, num_multiprocessors, maps, params, starts_early);
 }
 

@@ -71,6 +71,7 @@ struct Fp8GateUpStep : ForwardStepsOf<SwiGlu, kKeeps>::GateUp {
   static __device__ __forceinline__ void Keep(const Fp8ForwardParams& p, const TileItem& item,
                                               int consumer, const Begun& begun, float (&acc)[128]) {
     Bf16Step::Keep(p, item, consumer, begun, acc);
+    if constexpr (kKeeps) ptx::EndBlock();  // addresses of what is kept take registers
     float largest[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < 64; ++j) {
@@ -112,14 +113,14 @@ struct Fp8DownStep : DownStep {
   static constexpr int kAnnounceAhead = kCodesAnnounceAhead;
 };
 
-// What the roles need to know of this forward, on one rank.
-template <bool kKeepsGateUp>
-struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, /*kWithPeers=*/false, SwiGlu> {
+// What the roles need to know of this forward.
+template <bool kKeepsGateUp, bool kWithPeers>
+struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, kWithPeers, SwiGlu> {
   using Params = Fp8ForwardParams;
   using Maps = Fp8ForwardMaps;
   using GateUp = Fp8GateUpStep<kKeepsGateUp>;
   using Down = Fp8DownStep;
-  static constexpr int kLaneColumns = CodeNeeds::kLaneColumns;
+  static constexpr int kLaneColumns = CodeNeeds::LaneColumns(kWithPeers);
   static constexpr int kServiceRegisters = CodeNeeds::kServiceRegisters;
   static constexpr int kMultiplyRegisters = CodeNeeds::kMultiplyRegisters;
   // What is kept between K-blocks are sums of scaled products, which begin with 0.
@@ -138,7 +139,7 @@ struct Fp8ForwardSteps : ForwardSteps<kKeepsGateUp, /*kWithPeers=*/false, SwiGlu
     return CodeRowBytes(p.H);
   }
   static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int, int token) {
-    return reinterpret_cast<const uint4*>(p.x_codes + int64_t{token} * CodeRowBytes(p.H));
+    return Fp8ForwardSteps::RowOf(p, p.x_codes, p.peers.x_codes, token, CodeRowBytes(p.H));
   }
   static __device__ __forceinline__ uint4* DispatchTo(const Params& p, int) {
     return reinterpret_cast<uint4*>(p.x_pool);

@@ -23,12 +23,7 @@ struct ForwardKernels {
       ForwardKernel<false, false, Activation>, ForwardKernel<true, false, Activation>,
       ForwardKernel<false, true, Activation>, ForwardKernel<true, true, Activation>};
 
-  static CudaStatus Load() {
-    for (const Kernel kernel : kAll) {
-      if (CudaStatus status = LoadKernel(kernel); !status.ok()) return status;
-    }
-    return {};
-  }
+  static CudaStatus Load() { return LoadKernels(kAll); }
 
   static CudaStatus Launch(cudaStream_t stream, int num_multiprocessors, const ForwardMaps& maps,
                            const ForwardParams& params, bool starts_early) {

@@ -243,7 +243,7 @@ struct ForwardSteps : TokenSums<kWithPeers, ForwardParams> {
   static constexpr int kDispatched = 1;
   static constexpr int kZeroedArrays = 0;
   static __device__ __forceinline__ const uint4* DispatchFrom(const Params& p, int, int token) {
-    return ForwardSteps::RowOf(p, p.x, p.peers.x, token);
+    return ForwardSteps::RowOf(p, p.x, p.peers.x, token, ForwardSteps::DispatchedStride(p, 0));
   }
   static __device__ __forceinline__ uint4* DispatchTo(const Params& p, int) { return p.pool; }
   // What is kept behind the last tile, a warp's share of it.

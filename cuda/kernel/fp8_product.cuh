@@ -19,7 +19,7 @@ struct CodeNeeds {
   // have few, and sum few columns at once.
   static constexpr int kMultiplyRegisters = 216;
   static constexpr int kServiceRegisters = 72;
-  static constexpr int kLaneColumns = 8;
+  static constexpr int LaneColumns(bool with_peers) { return with_peers ? 4 : 8; }
 };
 
 // Of a matrix with `columns` columns, K-blocks or blocks of scales; made anew wherever they are

@@ -25,7 +25,7 @@ CudaStatus LoadQuantizeRows() {
 }
 
 CudaStatus LaunchQuantizeRows(cudaStream_t stream, int num_multiprocessors,
-                              const QuantizeParams& params) {
+                              const QuantizeParams& params, bool starts_early) {
   const int64_t threads = int64_t{params.num_rows} * (params.D / kQuantizedColumns);
   const int64_t blocks = (threads + kQuantizeThreads - 1) / kQuantizeThreads;
   if (blocks == 0) return {};
@@ -36,7 +36,7 @@ CudaStatus LaunchQuantizeRows(cudaStream_t stream, int num_multiprocessors,
   config.blockDim = dim3(kQuantizeThreads);
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = 1;
+  config.numAttrs = starts_early ? 1 : 0;
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaLaunchKernelEx(&config, QuantizeKernel, params));
   return {};
 }

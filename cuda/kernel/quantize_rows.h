@@ -13,9 +13,9 @@ namespace megamoe {
 // Loads the kernel on the current device.
 CudaStatus LoadQuantizeRows();
 
-// Enqueues the kernel. It runs beside the one ahead in the stream, whose results it does not read,
-// and the next one may begin early (ptx::WaitForPreviousKernel).
+// Enqueues the kernel. starts_early: it runs beside the one ahead in the stream, whose results it
+// does not read, and the next one may begin early (ptx::WaitForPreviousKernel).
 CudaStatus LaunchQuantizeRows(cudaStream_t stream, int num_multiprocessors,
-                              const QuantizeParams& params);
+                              const QuantizeParams& params, bool starts_early);
 
 }  // namespace megamoe

@@ -80,14 +80,15 @@ struct Skeleton {
                                             AddressOf(shared.batch_full, first))
             .Run();
       }
-      FinishOwn(p);
+      FinishOwn<Steps::kFewRegisters ? 2 : 4>(p);
     }
   }
 
   // Behind all that other ranks wait for.
+  template <int kColumns>
   static __device__ __forceinline__ void FinishOwn(const Params& p) {
     if constexpr (Steps::kHasPeers) {
-      if (p.parts & kFinish) FinishRole<Steps>(p).Run();
+      if (p.parts & kFinish) FinishRole<Steps, kColumns>(p).Run();
     }
   }
 
@@ -107,7 +108,7 @@ struct Skeleton {
                                          AddressOf(shared.batch_full, kAllCombineBatches + first))
           .Run();
     }
-    FinishOwn(p);
+    FinishOwn<4>(p);
   }
 };
 
@@ -116,6 +117,14 @@ template <typename Maps, typename Params>
 CudaStatus LoadKernel(void (*kernel)(Maps, Params)) {
   MEGAMOE_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedMemory)));
+  return {};
+}
+
+template <typename Kernel, int kNumKernels>
+CudaStatus LoadKernels(const Kernel (&kernels)[kNumKernels]) {
+  for (const Kernel kernel : kernels) {
+    if (CudaStatus status = LoadKernel(kernel); !status.ok()) return status;
+  }
   return {};
 }
 

@@ -32,10 +32,11 @@ struct TokenSums {
     return DispatchedBytes(p, i);
   }
 
-  // The row of a token in an array [T, H] of its rank.
+  // The row of a token in an array of T rows of its rank, row_bytes from one to the next.
   static __device__ __forceinline__ const uint4* RowOf(const Params& p, const uint4* own,
-                                                       uint4* const* of_ranks, int token) {
-    const int64_t row_vectors = p.H / kVector;
+                                                       uint4* const* of_ranks, int token,
+                                                       int row_bytes) {
+    const int64_t row_vectors = row_bytes / static_cast<int>(sizeof(uint4));
     if constexpr (!kWithPeers) return own + token * row_vectors;
     const int source = token / p.dims.T;
     return of_ranks[source] + (token - source * p.dims.T) * row_vectors;

@@ -66,13 +66,6 @@ class ProductScales {
   // Loads what does not depend on other work of the call.
   __device__ __forceinline__ ProductScales(const Params& p, const HeldItem& held)
       : p_(p), held_(held) {
-    const int thread = ThreadAnew();
-    const int lane = thread % kQuad;
-    // The first of the thread's two rows, or the one 8 below.
-    const int row = held.item().row + (thread - kGroupThreads) / kWarpThreads * 16 +
-                    thread % kWarpThreads / kQuad + lane / kRowLanes * 8;
-    const RowScales& rows = Product::Rows(p);
-    rows_ = rows.first + int64_t{row} * rows.row_floats + lane % kRowLanes;
     LoadBlocks(0);
   }
 
@@ -104,7 +97,15 @@ class ProductScales {
   static constexpr int kBlockLanes = kWarpThreads / 2;
 
   // Past the L1 cache: another multiprocessor may have written them.
-  __device__ __forceinline__ void LoadRows(int k) { row_ = __ldcg(rows_ + k); }
+  __device__ __forceinline__ void LoadRows(int k) {
+    const int thread = ThreadAnew();
+    const int lane = thread % kQuad;
+    // The first of the thread's two rows, or the one 8 below.
+    const int row = held_.item().row + (thread - kGroupThreads) / kWarpThreads * 16 +
+                    thread % kWarpThreads / kQuad + lane / kRowLanes * 8;
+    const RowScales& rows = Product::Rows(p_);
+    row_ = __ldcg(rows.first + int64_t{row} * rows.row_floats + k + lane % kRowLanes);
+  }
   // Behind the last K-block, the last again.
   __device__ __forceinline__ void LoadBlocks(int k) {
     const TileItem item = held_.item();
@@ -115,7 +116,6 @@ class ProductScales {
 
   const Params& p_;
   const HeldItem& held_;
-  const float* rows_;  // where the lane finds those of K-block 0
   float row_;
   float block_;
 };

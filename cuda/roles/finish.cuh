@@ -21,7 +21,8 @@
 
 namespace megamoe {
 
-template <typename Steps>
+// kColumns: what a lane loads of a rank's sums at once, of as many ranks as there may be.
+template <typename Steps, int kColumns>
 class FinishRole {
   using Params = typename Steps::Params;
 
@@ -49,10 +50,21 @@ class FinishRole {
   }
 
  private:
-  // What a lane loads of a rank's sums.
-  static constexpr int kColumns = 4;
-  using F32Sums = float4;
-  using Bf16Sums = uint2;
+  struct alignas(kColumns * sizeof(float)) F32Sums {
+    float v[kColumns];
+    __device__ __forceinline__ F32Sums Floats() const { return *this; }
+  };
+  struct alignas(kColumns * sizeof(uint16_t)) Bf16Sums {
+    uint32_t v[kColumns / 2];
+    __device__ __forceinline__ F32Sums Floats() const {
+      F32Sums sums;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        sums.v[i] = i % 2 == 0 ? ptx::LowBf16(v[i / 2]) : ptx::HighBf16(v[i / 2]);
+      }
+      return sums;
+    }
+  };
 
   // In the first lane.
   __device__ __forceinline__ int Claim() {
@@ -115,7 +127,7 @@ class FinishRole {
     const int row_vectors = p_.H / kColumns;
     const int64_t row = int64_t{token} * row_vectors;
     const Sums* const from = static_cast<const Sums*>(p_.peers.sums[rank_]) + row;
-    uint2* const to = reinterpret_cast<uint2*>(Steps::Sums(p_)) + row;
+    Bf16Sums* const to = reinterpret_cast<Bf16Sums*>(Steps::Sums(p_)) + row;
 #pragma unroll 1
     for (int first = lane_; first < row_vectors; first += kVectors * kWarpThreads) {
       Sums sums[kVectors][kRanks];
@@ -140,27 +152,28 @@ class FinishRole {
 
   // By the balanced tree over the ranks.
   template <typename Sums, int kRanks>
-  static __device__ __forceinline__ float4 SumOfRanks(const Sums (&sums)[kRanks]) {
-    float4 v[kRanks];
+  static __device__ __forceinline__ F32Sums SumOfRanks(const Sums (&sums)[kRanks]) {
+    F32Sums v[kRanks];
 #pragma unroll
-    for (int r = 0; r < kRanks; ++r) v[r] = Floats(sums[r]);
+    for (int r = 0; r < kRanks; ++r) v[r] = sums[r].Floats();
 #pragma unroll
     for (int width = 1; width < kRanks; width *= 2) {
 #pragma unroll
-      for (int r = 0; r < kRanks; r += 2 * width) v[r] = Sum(v[r], v[r + width]);
+      for (int r = 0; r < kRanks; r += 2 * width) Add(v[r + width], v[r]);
     }
     return v[0];
   }
-  static __device__ __forceinline__ uint2 Rounded(float4 v) {
-    return {ptx::PackBf16(v.x, v.y), ptx::PackBf16(v.z, v.w)};
+  static __device__ __forceinline__ void Add(const F32Sums& other, F32Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) sums.v[i] += other.v[i];
   }
-  static __device__ __forceinline__ float4 Floats(F32Sums sums) { return sums; }
-  static __device__ __forceinline__ float4 Floats(Bf16Sums sums) {
-    return {ptx::LowBf16(sums.x), ptx::HighBf16(sums.x), ptx::LowBf16(sums.y),
-            ptx::HighBf16(sums.y)};
-  }
-  static __device__ __forceinline__ float4 Sum(float4 a, float4 b) {
-    return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+  static __device__ __forceinline__ Bf16Sums Rounded(const F32Sums& sums) {
+    Bf16Sums rounded;
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      rounded.v[i] = ptx::PackBf16(sums.v[2 * i], sums.v[2 * i + 1]);
+    }
+    return rounded;
   }
 
   const Params& p_;

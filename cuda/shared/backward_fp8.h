@@ -13,8 +13,8 @@ namespace megamoe {
 // As the bf16 backward, whose products of weight gradients it has, but for the operands of its
 // other products.
 struct Fp8BackwardParams : BackwardParams {
-  const uint8_t* x_codes;   // [T] rows of H codes, see shared/fp8.h; null with kept g and u
-  const uint8_t* dy_codes;  // [T] rows of H codes
+  const uint4* x_codes;     // [T] rows of H codes, see shared/fp8.h; null if g and u are taken
+  const uint4* dy_codes;    // [T] rows of H codes
   uint8_t* x_code_pool;     // [P] rows of H codes: those of each row's token; null as x_codes
   uint8_t* dy_code_pool;    // [P] rows of H codes
   RowScales x_rows;         // of x_code_pool

@@ -15,6 +15,9 @@ struct PeerArrays {
   // What a rank gives to the others.
   uint4* x[kMaxRanks];   // [T, H] bf16, its own
   uint4* dy[kMaxRanks];  // [T, H] bf16, its own, in the backward
+  // With precision="fp8_block" rows of H codes of both, see shared/fp8.h.
+  uint4* x_codes[kMaxRanks];   // [T]
+  uint4* dy_codes[kMaxRanks];  // [T], in the backward
   // What it gets from them, the writer's part at the index of its rank.
   int32_t* expert_idx[kMaxRanks];    // [R, T, K], of every other call
   float* expert_weight[kMaxRanks];   // [R, T, K], likewise

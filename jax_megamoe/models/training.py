@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe._backend import ranks_by_name, reason_for_reference
+from jax_megamoe._backend import reason_for_reference
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.models.loss import AXES, is_target, of_microbatch, split
 from jax_megamoe.models.loss import BATCH_SPEC as BATCH_SPEC
@@ -99,8 +99,8 @@ def experts_run_on(moe: MegaMoEConfig, *, H: int, I: int, R: int) -> str:
     """
     by_name = moe.backend == "cuda"
     open_call = dataclasses.replace(moe, backend="auto") if by_name else moe
-    num_ranks = ranks_by_name(moe, R) if by_name else R
-    reason = reason_for_reference(open_call, H=H, I=I, R=num_ranks)
+    # By name they run over several ranks, too.
+    reason = reason_for_reference(open_call, H=H, I=I, R=1 if by_name else R)
     if jax.default_backend() != "gpu" and moe.backend != "reference":
         reason = f"JAX runs on the {jax.default_backend()}"
     if by_name and reason:

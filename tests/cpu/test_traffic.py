@@ -12,7 +12,7 @@ import pytest
 from jax_megamoe.config import COMBINE_DTYPES, Dims, MegaMoEConfig
 from jax_megamoe.memory import TRAFFIC_RECORDS, trace_result
 from jax_megamoe.plan import backward_steps, forward_steps
-from tests import cases, emulated, layer
+from tests import cases, emulated, fp8, layer
 from tests.cases import BF16, ROUTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,32 @@ def test_the_kernels_count_what_the_model_says(routing: str, ranks: int) -> None
                 kinds = set(_trace.decode(of_rank, ranks).kind)
                 assert ("dispatch" in kinds) == bool(np.any(by_rank // (E // ranks) == rank))
                 assert "finish" in kinds
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_tokens_cross_as_codes_in_fp8(keep: bool) -> None:
+    """To a forward as nothing else; a backward takes bf16, too."""
+    ids = ROUTINGS["invalid"](tokens=T, choices=K, experts=E)
+    batch = cases.normal(ids, num_experts=E, hidden=640, intermediate=128, dtype=BF16)
+    dims = Dims(T=T // 2, K=K, E=E, R=2, H=640, I=128)
+    how = {"ranks": 2, "trace": True, "pool_factor": 2.0}
+    weights = fp8.quantized_weights(batch)
+    *kept, forward = emulated.forward_fp8(batch, weights, keep=keep, **how)
+    how["gate_up"] = kept[-1] if keep else None
+    *_, backward = emulated.backward_fp8(batch, weights, **how)
+    for is_backward, records in ((False, forward), (True, backward)):
+        for rank, of_rank in enumerate(np.split(records, 2)):
+            right = _traffic.model(
+                ids.reshape(2, -1, K),
+                dims,
+                rank,
+                is_backward=is_backward,
+                precision="fp8_block",
+                takes_gate_up=keep,
+            )
+            assert _traffic.counted(of_rank) == right
+    assert _traffic._row_bytes(640, False, "fp8_block", False) == 640 + 32
+    assert _traffic._row_bytes(640, True, "fp8_block", keep) == 4 * 640 + (2 - keep) * 672
 
 
 def test_a_token_crosses_once_for_each_rank() -> None:

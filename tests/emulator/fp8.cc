@@ -4,29 +4,46 @@
 #include "kernels.h"
 
 namespace emulator {
-
-void RunFp8Forward(const megamoe::Fp8ForwardMaps& maps, const megamoe::Fp8ForwardParams& params) {
-  using namespace megamoe;
-  params.gate_up != nullptr ? Skeleton<Fp8ForwardSteps<true>>::Run(maps, params)
-                            : Skeleton<Fp8ForwardSteps<false>>::Run(maps, params);
-}
-
 namespace {
 
-template <typename Gradients>
-void RunFp8BackwardOf(const megamoe::Fp8BackwardMaps& maps,
-                      const megamoe::Fp8BackwardParams& params) {
-  using namespace megamoe;
-  params.gate_up != nullptr ? Skeleton<Fp8BackwardSteps<Gradients, true>>::Run(maps, params)
-                            : Skeleton<Fp8BackwardSteps<Gradients, false>>::Run(maps, params);
+using namespace megamoe;
+
+template <bool kWithPeers>
+void RunForwardOf(const Fp8ForwardMaps& maps, const Fp8ForwardParams& params) {
+  params.gate_up != nullptr&& params.pass == 0
+      ? Skeleton<Fp8ForwardSteps<true, kWithPeers>>::Run(maps, params)
+      : Skeleton<Fp8ForwardSteps<false, kWithPeers>>::Run(maps, params);
+}
+
+template <typename Gradients, bool kWithPeers>
+void RunBackwardOf(const Fp8BackwardMaps& maps, const Fp8BackwardParams& params) {
+  params.gate_up != nullptr
+      ? Skeleton<Fp8BackwardSteps<Gradients, true, kWithPeers>>::Run(maps, params)
+      : Skeleton<Fp8BackwardSteps<Gradients, false, kWithPeers>>::Run(maps, params);
+}
+
+template <bool kWithPeers>
+void RunBackwardOf(const Fp8BackwardMaps& maps, const Fp8BackwardParams& params,
+                   bool float_gradients) {
+  float_gradients ? RunBackwardOf<F32Gradients, kWithPeers>(maps, params)
+                  : RunBackwardOf<Bf16Gradients, kWithPeers>(maps, params);
 }
 
 }  // namespace
 
-void RunFp8Backward(const megamoe::Fp8BackwardMaps& maps, const megamoe::Fp8BackwardParams& params,
+void RunFp8Forward(const Fp8ForwardMaps& maps, const Fp8ForwardParams& params) {
+  params.dims.R > 1 ? RunForwardOf<true>(maps, params) : RunForwardOf<false>(maps, params);
+}
+
+void RunFp8Backward(const Fp8BackwardMaps& maps, const Fp8BackwardParams& params,
                     bool float_gradients) {
-  float_gradients ? RunFp8BackwardOf<megamoe::F32Gradients>(maps, params)
-                  : RunFp8BackwardOf<megamoe::Bf16Gradients>(maps, params);
+  if (params.pass > 0) {
+    Skeleton<Fp8BackwardSteps<AddedGradients, false, true>>::Run(maps, params);
+  } else if (params.dims.R > 1) {
+    RunBackwardOf<true>(maps, params, float_gradients);
+  } else {
+    RunBackwardOf<false>(maps, params, float_gradients);
+  }
 }
 
 }  // namespace emulator

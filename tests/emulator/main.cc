@@ -136,7 +136,7 @@ CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
   return {};
 }
 
-CudaStatus LaunchQuantizeRows(cudaStream_t, int blocks, const QuantizeParams& params) {
+CudaStatus LaunchQuantizeRows(cudaStream_t, int blocks, const QuantizeParams& params, bool) {
   static_assert(kQuantizeThreads == emulator::kBlockThreads);
   Enqueue({[=] { QuantizeRows(params); }, blocks});
   return {};

@@ -11,7 +11,7 @@ import pytest
 
 from tests import compare, emulated
 from tests.cases import F32, ROUTINGS, Batch, normal_of, oracle_of
-from tests.emulated import Call
+from tests.emulated import MULTIPROCESSORS, Call
 
 pytestmark = pytest.mark.gpu
 
@@ -24,8 +24,6 @@ SIZES = (
     (304, 2, 8, 2112, 128),
     (4096, 8, 16, 1024, 768),
 )
-# Of an H200, shared by 8 ranks at most; some are left free.
-MULTIPROCESSORS = {1: 132, 2: 64, 4: 32, 8: 16}
 
 
 def calls_of(batch: Batch) -> list[Call]:

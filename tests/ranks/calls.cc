@@ -39,7 +39,7 @@ class Runner {
   // Shows each rank what it sees of the others, and runs all calls.
   void Run() {
     megamoe::Peers peers = {};
-    peers.bytes = megamoe::PeerArrayBytes(dims(), h_.H, h_.bf16_sums != 0);
+    peers.bytes = megamoe::PeerArrayBytes(layout());
     if (peers.bytes != h_.peer_bytes) Fail("jax_megamoe/memory.py has other bytes");
     peers.num_ranks = h_.R;
     for (int r = 0; r < h_.R; ++r) {
@@ -83,6 +83,9 @@ class Runner {
   };
 
   megamoe::RoutingDims dims() const { return {h_.T, h_.K, h_.E, h_.R}; }
+  megamoe::PeerLayout layout() const {
+    return {dims(), h_.H, h_.bf16_sums != 0, h_.has_codes != 0};
+  }
   int64_t weights() const { return int64_t{h_.E} / h_.R * h_.H * h_.I; }
 
   template <typename T>
@@ -121,7 +124,7 @@ class Runner {
   // Reads a call of a rank; what it returns enqueues it.
   std::function<void()> ReadCall(const CallHeader& c, const megamoe::Peers& peers) {
     LayerCall layer = {};
-    layer.peers = megamoe::PeerArraysOf(peers, dims(), h_.H, h_.bf16_sums != 0);
+    layer.peers = megamoe::PeerArraysOf(peers, layout());
     layer.plan.rank = peers.rank;
     const std::vector<PlanPointers> plans = ReadLayer(c, &layer);
     const auto enqueue = [=, this](auto call, const auto& run) {
@@ -212,7 +215,7 @@ class Runner {
   }
   void* CodeRows(int64_t rows, int D) { return machine_.Allocate(rows * megamoe::CodeRowBytes(D)); }
 
-  // A result behind y is what x is quantised to.
+  // On one rank a result behind y is what x is quantised to.
   megamoe::Fp8ForwardCall Fp8Forward(const CallHeader& c, const LayerCall& layer) {
     megamoe::Fp8ForwardCall call = {};
     static_cast<LayerCall&>(call) = layer;
@@ -221,7 +224,8 @@ class Runner {
     call.w_up = Quantized(h_.H, h_.I);
     call.w_down = Quantized(h_.I, h_.H);
     call.y = AddResult(int64_t{h_.T} * h_.H * kBf16Bytes);
-    call.x_codes = AddResult(int64_t{h_.T} * megamoe::CodeRowBytes(h_.H));
+    call.x_codes = h_.R > 1 ? layer.peers.x_codes[layer.plan.rank]
+                            : AddResult(int64_t{h_.T} * megamoe::CodeRowBytes(h_.H));
     call.x_pool = CodeRows(layer.pool_rows, h_.H);
     call.h = CodeRows(layer.pool_rows, h_.I);
     call.o = Pool(layer, h_.H);
@@ -259,11 +263,12 @@ class Runner {
     call.up = BackwardQuantized(h_.H, h_.I, true);
     call.down = BackwardQuantized(h_.I, h_.H, false);
     FillBackward(c, &call);
-    call.dy_codes = CodeRows(h_.T, h_.H);
+    const int rank = layer.plan.rank;
+    call.dy_codes = h_.R > 1 ? layer.peers.dy_codes[rank] : CodeRows(h_.T, h_.H);
     call.dy_code_pool = CodeRows(layer.pool_rows, h_.H);
     call.dz_codes = CodeRows(layer.pool_rows, 2 * h_.I);
-    if (c.keep_gate_up != 0) return call;
-    call.x_codes = CodeRows(h_.T, h_.H);
+    if (!megamoe::MakesGateUp(call)) return call;
+    call.x_codes = h_.R > 1 ? layer.peers.x_codes[rank] : CodeRows(h_.T, h_.H);
     call.x_code_pool = CodeRows(layer.pool_rows, h_.H);
     return call;
   }
@@ -304,11 +309,14 @@ class Runner {
     const int64_t slots = int64_t{h_.T} * h_.K;
     const int64_t elements = int64_t{h_.T} * h_.H;
     const int64_t sum_bytes = h_.bf16_sums != 0 ? kBf16Bytes : int64_t{sizeof(float)};
+    const int64_t code_bytes = h_.has_codes != 0 ? h_.T * megamoe::CodeRowBytes(h_.H) : 0;
     const struct {
       void* data;
       int64_t bytes;
     } arrays[] = {{a.x[rank], elements * kBf16Bytes},
                   {a.dy[rank], elements * kBf16Bytes},
+                  {a.x_codes[rank], code_bytes},
+                  {a.dy_codes[rank], code_bytes},
                   {a.expert_idx[rank], h_.R * slots * int64_t{sizeof(int32_t)}},
                   {a.expert_weight[rank], h_.R * slots * int64_t{sizeof(float)}},
                   {a.sums[rank], h_.R * elements * sum_bytes},

@@ -28,6 +28,7 @@ struct Header {
   int32_t bf16_sums;
   int32_t ended_ranks;  // a bit for each: the host says that waits for it are in vain
   int32_t has_plans;
+  int32_t has_codes;  // of PeerLayout
 };
 
 // The fields of PlanArrays; of a plan from IN all but the scratch.

@@ -10,7 +10,10 @@
 #include "calls.h"
 #include "comm/share_inputs.h"
 #include "kernel/backward.h"
+#include "kernel/backward_fp8.h"
 #include "kernel/forward.h"
+#include "kernel/forward_fp8.h"
+#include "kernel/quantize_rows.h"
 #include "plan/plan.h"
 
 namespace {
@@ -28,9 +31,11 @@ class OneGpu final : public ranks::Machine {
  public:
   explicit OneGpu(const ranks::Header& header) : ranks_(header.R) {
     for (const megamoe::CudaStatus& status :
-         {megamoe::plan::Load(), megamoe::LoadForward(), megamoe::LoadBackward(),
+         {megamoe::plan::Load(), megamoe::LoadForward(), megamoe::LoadFp8Forward(),
+          megamoe::LoadQuantizeRows(), megamoe::LoadBackward(), megamoe::LoadFp8Backward(),
           megamoe::LoadShareInputs(), megamoe::SetForwardDelays(header.seed),
-          megamoe::SetBackwardDelays(header.seed)}) {
+          megamoe::SetFp8ForwardDelays(header.seed), megamoe::SetBackwardDelays(header.seed),
+          megamoe::SetFp8BackwardDelays(header.seed)}) {
       Check(status);
     }
     for (Rank& rank : ranks_) {
