@@ -1,5 +1,5 @@
 """Calls of any activation and with biases as the GPU tests make them, and a program of them for a
-process of its own: python -m tests.activation_programs delays FILE NUM_RUNS.
+process of its own: python -m tests.activation_programs delayed FILE RUNS.
 """
 
 import sys
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe import ClampedSwiGLU, _ffi
-from tests import compare
-from tests.backward import bits, keeping, num_that_differ, operands
+from tests import compare, delays
+from tests.backward import bits, keeping, operands
 from tests.backward import launched as backward
-from tests.cases import BF16, F32, Batch
+from tests.cases import BF16, F32, Batch, Size
 from tests.forward import SIZES, dims_of, random_batch
 from tests.forward import launched as forward
-from tests.forward_programs import ROLES, done, load
+from tests.forward_programs import done, load
 from tests.gated import Biases, normal_biases
 
 NAMES = ("y", "dx", "dw", "dw_gate", "dw_up", "dw_down", "db_gate", "db_up", "db_down")
@@ -63,37 +63,23 @@ def assert_same(found: Any, want: Any) -> None:
         compare.assert_bitwise(np.asarray(a), np.asarray(b), name)
 
 
-def call(which: int, launches: tuple[tuple[int, ...], tuple[int, ...]] = FUSED) -> list[jax.Array]:
-    """The results of one of BATCHES, with biases."""
-    size, routing, dtype, save, activation = BATCHES[which]
-    batch = random_batch(size, routing)
-    how: dict[str, Any] = {"weight_dtype": dtype, "save": save, "launches": launches}
-    return results(batch, normal_biases(batch.w_gate), activation, **how)
+def delayed_calls() -> delays.Calls:
+    """Of BATCHES, with biases."""
+
+    def prepared(size: Size, routing: str, dtype: Any, save: str, activation: Any) -> Any:
+        batch = random_batch(size, routing)
+        how: dict[str, Any] = {"weight_dtype": dtype, "save": save}
+        biases = normal_biases(batch.w_gate)
+        return lambda launches: bits(results(batch, biases, activation, launches=launches, **how))
+
+    return delays.Calls({b: prepared(*b) for b in BATCHES}, FUSED, UNFUSED)
 
 
-def all_bits() -> list[np.ndarray]:
-    """The bits of every result of every one of BATCHES, one batch after another."""
-    return [np.asarray(a) for which in range(len(BATCHES)) for a in bits(call(which))]
-
-
-def delays(path: str, num_runs: str) -> None:
-    """Runs with seeded delays in every role, each bitwise equal to the results in the file."""
-    module, reason = _ffi.extension()
-    assert module is not None, reason
-    saved = [jnp.asarray(a) for a in load(path)]
-    wants = [saved[b * len(NAMES) : (b + 1) * len(NAMES)] for b in range(len(BATCHES))]
-    num_delays = np.zeros(len(ROLES), np.int64)
-    # Seed 0 has no delays.
-    for seed in range(int(num_runs) + 1):
-        which = seed % len(BATCHES)
-        launches = UNFUSED if seed % 8 == 7 else FUSED
-        module.set_delay_seed(seed)
-        wrong = [int(n) for n in num_that_differ(bits(call(which, launches)), wants[which])]
-        assert wrong == [0] * len(NAMES), f"{wrong} values differ: seed {seed}, {BATCHES[which]}"
-        num_delays += np.asarray(module.count_delays())
-    done(runs=int(num_runs), delays=dict(zip(ROLES, num_delays.tolist(), strict=True)))
+def delayed(path: str, num_runs: str) -> None:
+    """Runs with delays; the file has the right results."""
+    done(**delays.run(delayed_calls(), load(path), int(num_runs)))
 
 
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:]
-    {"delays": delays}[name](*arguments)
+    {"delayed": delayed}[name](*arguments)

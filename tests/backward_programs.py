@@ -7,19 +7,16 @@ As tests.forward_programs.
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jax_megamoe import _ffi
-from jax_megamoe.config import Dims
-from tests import cases, compare
-from tests.backward import NAMES, bits, kept_gradients, launched, num_that_differ, operands
-from tests.cases import BF16, F32, ROUTINGS
+from tests import cases, compare, delays
+from tests.backward import NAMES, bits, kept_gradients, launched, operands
+from tests.cases import BF16, F32, ROUTINGS, Size
 from tests.forward import SIZES, dims_of, random_batch
-from tests.forward_programs import ROLES, done, load
+from tests.forward_programs import done, load
 
 # Sizes, routings, dtypes of the weights and what the forward keeps: all roles and steps are busy.
 BATCHES = (
@@ -29,58 +26,25 @@ BATCHES = (
     (SIZES[5], "skewed", F32, "none"),
     (SIZES[5], "distinct", F32, "gate_up"),
 )
-
-
 COMBINE = 8  # the part of cuda/shared/part.h
 
 
-class Call(NamedTuple):
-    """One of BATCHES."""
+def delayed_calls() -> delays.Calls:
+    """Of BATCHES."""
 
-    dims: Dims
-    arrays: list[Any]
-    save: str
-
-    def gradients(self, launches: tuple[int, ...] = _ffi.BACKWARD_FUSED) -> Any:
-        run = kept_gradients if self.save == "gate_up" else launched
-        return run(*self.arrays, dims=self.dims, launches=launches)
-
-
-def calls() -> list[Call]:
-    found = []
-    for size, routing, dtype, save in BATCHES:
+    def prepared(size: Size, routing: str, dtype: Any, save: str) -> Any:
         batch = random_batch(size, routing)
-        found.append(Call(dims_of(batch), operands(batch, dtype), save))
-    return found
+        dims, arrays = dims_of(batch), operands(batch, dtype)
+        run = kept_gradients if save == "gate_up" else launched
+        return lambda launches: bits(run(*arrays, dims=dims, launches=launches))
+
+    of = {b: prepared(*b) for b in BATCHES}
+    return delays.Calls(of, _ffi.BACKWARD_FUSED, _ffi.BACKWARD_UNFUSED)
 
 
-def results() -> list[np.ndarray]:
-    """The bits of every gradient of every one of BATCHES, one batch after another."""
-    found = [bits(call.gradients()) for call in calls()]
-    return [np.asarray(a) for gradients in found for a in gradients]
-
-
-def delays(path: str, num_runs: str) -> None:
-    """Runs with seeded delays in every role, each bitwise equal to the results in the file."""
-    module, reason = _ffi.extension()
-    assert module is not None, reason
-    saved = [jnp.asarray(a) for a in load(path)]
-    num_gradients = len(saved) // len(BATCHES)
-    wants = [saved[b * num_gradients : (b + 1) * num_gradients] for b in range(len(BATCHES))]
-    all_calls = calls()
-    num_delays = np.zeros(len(ROLES), np.int64)
-    # Seed 0 has no delays.
-    for seed in range(int(num_runs) + 1):
-        b = seed % len(BATCHES)
-        launches = _ffi.BACKWARD_UNFUSED if seed % 8 == 7 else _ffi.BACKWARD_FUSED
-        module.set_delay_seed(seed)
-        found = all_calls[b].gradients(launches)
-        wrong = [int(n) for n in num_that_differ(bits(found), wants[b])]
-        assert wrong == [0] * num_gradients, (
-            f"{wrong} values differ: seed {seed}, {BATCHES[b]}, {launches}"
-        )
-        num_delays += np.asarray(module.count_delays())
-    done(runs=int(num_runs), delays=dict(zip(ROLES, num_delays.tolist(), strict=True)))
+def delayed(path: str, num_runs: str) -> None:
+    """Runs with delays; the file has the right results."""
+    done(**delays.run(delayed_calls(), load(path), int(num_runs)))
 
 
 def tiny() -> None:
@@ -111,7 +75,7 @@ def _small_calls(all_launches: Sequence[tuple[int, ...]], names: Sequence[str]) 
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {
-    program.__name__: program for program in (delays, tiny, tiny_without_sums)
+    program.__name__: program for program in (delayed, tiny, tiny_without_sums)
 }
 
 if __name__ == "__main__":

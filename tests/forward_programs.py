@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe import _ffi, memory_plan
-from tests import cases, device_oracle
+from tests import cases, delays, device_oracle
 from tests.cases import BF16, ROUTINGS
 from tests.forward import (
     SIZES,
@@ -30,8 +30,6 @@ from tests.forward import (
 )
 from tests.layer import bind
 
-# The sites of cuda/pipeline/delay.cuh, in its order.
-ROLES = ("load", "store", "dispatch", "multiply", "combine")
 # What is compared across processes and under delays: sizes and routings that keep all roles busy.
 BATCHES = ((SIZES[3], "invalid"), (SIZES[5], "distinct"), (SIZES[6], "skewed"))
 
@@ -128,26 +126,20 @@ def tiny() -> None:
     done(calls=num_calls)
 
 
-def delays(path: str, num_runs: str) -> None:
-    """Runs with seeded delays in every role, each bitwise equal to the results in the file."""
-    module, reason = _ffi.extension()
-    assert module is not None, reason
-    calls = [
-        (dims_of(batch), operands(batch), jnp.asarray(want))
-        for batch, want in zip((random_batch(*b) for b in BATCHES), load(path), strict=True)
-    ]
-    differ = jax.jit(lambda y, want: jnp.sum(jnp.any(bits(y) != want, axis=1), dtype=jnp.int32))
-    num_delays = np.zeros(len(ROLES), np.int64)
-    # Seed 0 has no delays.
-    for seed in range(int(num_runs) + 1):
-        dims, arrays, want = calls[seed % len(calls)]
-        launches = _ffi.UNFUSED if seed % 8 == 7 else _ffi.FUSED
-        module.set_delay_seed(seed)
-        y, _ = launched(*arrays, dims=dims, launches=launches)
-        wrong = int(differ(y, want))
-        assert wrong == 0, f"{wrong} of {dims.T} rows differ: seed {seed}, {dims}, {launches}"
-        num_delays += np.asarray(module.count_delays())
-    done(runs=int(num_runs), delays=dict(zip(ROLES, num_delays.tolist(), strict=True)))
+def delayed_calls() -> delays.Calls:
+    """Of BATCHES."""
+
+    def prepared(batch: cases.Batch) -> Any:
+        dims, arrays = dims_of(batch), operands(batch)
+        return lambda launches: [bits(launched(*arrays, dims=dims, launches=launches)[0])]
+
+    of = {b: prepared(random_batch(*b)) for b in BATCHES}
+    return delays.Calls(of, _ffi.FUSED, _ffi.UNFUSED)
+
+
+def delayed(path: str, num_runs: str) -> None:
+    """Runs with delays; the file has the right results."""
+    done(**delays.run(delayed_calls(), load(path), int(num_runs)))
 
 
 def too_large() -> None:
@@ -181,7 +173,7 @@ def too_large() -> None:
 
 PROGRAMS: dict[str, Callable[..., None]] = {
     program.__name__: program
-    for program in (save, first_use_from_two_threads, steps, tiny, delays, too_large)
+    for program in (save, first_use_from_two_threads, steps, tiny, delayed, too_large)
 }
 
 if __name__ == "__main__":

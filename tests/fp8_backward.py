@@ -1,5 +1,5 @@
 """The CUDA backward with precision="fp8_block" as the GPU tests call it, and a program of its own:
-python -m tests.fp8_backward delays FILE RUNS, which says what it counted in its last line.
+python -m tests.fp8_backward delayed FILE RUNS, which says what it counted in its last line.
 """
 
 import functools
@@ -7,16 +7,15 @@ import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe import _ffi, quantize_expert_weights
 from jax_megamoe.config import MegaMoEConfig
-from tests import backward, cases, fp8, fp8_programs
-from tests.backward import bits, num_that_differ
+from tests import backward, cases, delays, fp8, fp8_programs
+from tests.backward import bits
 from tests.cases import BF16, F32, ROUTINGS, Batch, Results
 from tests.forward import dims_of, random_batch
-from tests.forward_programs import ROLES, done, load
+from tests.forward_programs import done, load
 
 # T, K, E, H, I: as fp8_programs.SIZES, with fewer weights, whose gradients are looked at.
 SIZES = (
@@ -97,41 +96,22 @@ def oracle_and_results(size: tuple[int, ...], routing: str | np.ndarray) -> tupl
     return batch, fp8.two_column_results(batch)
 
 
-def calls() -> list[Call]:
-    return [
-        Call(fp8.with_scales(random_batch(size, routing)), *kind) for size, routing, kind in BATCHES
-    ]
+def delayed_calls() -> delays.Calls:
+    """Of BATCHES."""
+
+    def prepared(size: tuple[int, ...], routing: str, kind: tuple[np.dtype, bool]) -> Any:
+        call = Call(fp8.with_scales(random_batch(size, routing)), *kind)
+        return lambda launches: bits(call.gradients(launches=launches))
+
+    of = {b: prepared(*b) for b in BATCHES}
+    return delays.Calls(of, _ffi.BACKWARD_FUSED, _ffi.BACKWARD_UNFUSED)
 
 
-def results() -> list[np.ndarray]:
-    """The bits of every gradient of every one of BATCHES, one batch after another."""
-    return [np.asarray(a) for call in calls() for a in bits(call.gradients())]
-
-
-def delays(path: str, num_runs: str) -> None:
-    """Runs with seeded delays in every role, each bitwise equal to the results in the file."""
-    module, reason = _ffi.extension()
-    assert module is not None, reason
-    saved = [jnp.asarray(a) for a in load(path)]
-    num_gradients = len(saved) // len(BATCHES)
-    all_calls = calls()
-    num_delays = np.zeros(len(ROLES), np.int64)
-    # Seed 0 has no delays.
-    for seed in range(int(num_runs) + 1):
-        b = seed % len(BATCHES)
-        launches = _ffi.BACKWARD_UNFUSED if seed % 8 == 7 else _ffi.BACKWARD_FUSED
-        module.set_delay_seed(seed)
-        found = bits(all_calls[b].gradients(launches=launches))
-        wanted = saved[b * num_gradients : (b + 1) * num_gradients]
-        wrong = [int(n) for n in num_that_differ(found, wanted)]
-        assert wrong == [0] * num_gradients, (
-            f"{dict(zip(backward.NAMES, wrong, strict=True))} values differ: seed {seed}, "
-            f"{BATCHES[b]}, {launches}"
-        )
-        num_delays += np.asarray(module.count_delays())
-    done(runs=int(num_runs), delays=dict(zip(ROLES, num_delays.tolist(), strict=True)))
+def delayed(path: str, num_runs: str) -> None:
+    """Runs with delays; the file has the right results."""
+    done(**delays.run(delayed_calls(), load(path), int(num_runs)))
 
 
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:]
-    {"delays": delays}[name](*arguments)
+    {"delayed": delayed}[name](*arguments)

@@ -5,25 +5,28 @@ from types import ModuleType
 
 import numpy as np
 
-from tests.forward_programs import ROLES, counted
+from tests.delays import ROLES
+from tests.forward_programs import counted
 from tests.process import run_on_gpu
 
 
-def delayed_runs(programs: ModuleType, folder: Path, runs: int) -> dict[str, int]:
+def delayed_runs(
+    programs: ModuleType, folder: Path, runs: int, timeout_s: float = 300
+) -> dict[str, int]:
     """Each has the bits of the extension that users run, which runs here, without delays.
 
     Args:
-      programs: tests.forward_programs or tests.backward_programs. folder: for a file.
+      programs: a module with `delayed_calls` and a program `delayed`. folder: for a file.
 
     Returns:
       How often each role was delayed.
     """
     path = folder / "results.npz"
-    np.savez(path, *programs.results())
+    np.savez(path, *programs.delayed_calls().results())
     result = run_on_gpu(
-        *("-m", programs.__name__, "delays", str(path), str(runs)),
+        *("-m", programs.__name__, "delayed", str(path), str(runs)),
         JAX_MEGAMOE_EXTENSION="_cuda_delays",
-        timeout_s=300,
+        timeout_s=timeout_s,
     )
     assert result.returncode == 0, result.stderr
     found = counted(result.stdout)

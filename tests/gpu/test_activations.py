@@ -1,6 +1,7 @@
 """Activations and biases on one GPU: as precise as an unfused path, and the same every time."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,15 +9,13 @@ import numpy as np
 import pytest
 
 from jax_megamoe import ClampedSwiGLU
-from tests import activation_programs, cases, compare, emulated, layer
+from tests import activation_programs, cases, compare, emulated, layer, races
 from tests.activation_programs import CLAMPED, NAMES, UNFUSED, assert_same, results
 from tests.backward import bias_errors_by_expert, errors_by_expert, unfused_bf16_of
 from tests.cases import BF16, F32, Batch, Results
 from tests.emulated import Call
 from tests.forward import SIZES, poison_free_memory, random_batch
-from tests.forward_programs import ROLES, counted
 from tests.gated import UNITS, Biases, biases_behind_limits, no_biases, normal_biases
-from tests.process import run_on_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -118,16 +117,10 @@ def test_poisoned_memory_reaches_nothing(save: str) -> None:
         assert_same(run(), clean)
 
 
-def test_delays_change_no_bit(tmp_path: Any) -> None:
+def test_delays_change_no_bit(tmp_path: Path) -> None:
     """In the test build, which fills all results with NaN before a call."""
-    path = tmp_path / "results.npz"
-    np.savez(path, *activation_programs.all_bits())
-    arguments = ("-m", activation_programs.__name__, "delays", str(path), str(NUM_RUNS))
-    result = run_on_gpu(*arguments, timeout_s=250, JAX_MEGAMOE_EXTENSION="_cuda_delays")
-    assert result.returncode == 0, result.stderr
-    found = counted(result.stdout)
-    assert found["runs"] == NUM_RUNS
-    assert set(found["delays"]) == set(ROLES) and all(found["delays"].values())
+    found = races.delayed_runs(activation_programs, tmp_path, NUM_RUNS)
+    assert all(found.values()), found
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi, quantize_expert_weights
-from tests import backward, cases, compare, fp8, fp8_backward, fp8_programs, layer
+from tests import backward, cases, compare, fp8, fp8_backward, fp8_programs, layer, races
 from tests.backward import (
     NAMES,
     assert_same,
@@ -22,9 +22,7 @@ from tests.backward import (
 )
 from tests.cases import BF16, F32, ROUTINGS, Batch, Results
 from tests.forward import dims_of, poison_free_memory, random_batch
-from tests.forward_programs import ROLES, counted
 from tests.fp8_backward import KINDS, SIZES, Call, gradients, launched, oracle_and_results
-from tests.process import run_on_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -159,14 +157,8 @@ def test_poisoned_memory_reaches_nothing(kind: tuple[np.dtype, bool]) -> None:
 
 def test_delays_change_no_bit(tmp_path: Path) -> None:
     """In the test build, which fills all results with NaN before a call."""
-    path = tmp_path / "results.npz"
-    np.savez(path, *fp8_backward.results())
-    arguments = ("-m", fp8_backward.__name__, "delays", str(path), str(NUM_RUNS))
-    result = run_on_gpu(*arguments, timeout_s=200, JAX_MEGAMOE_EXTENSION="_cuda_delays")
-    assert result.returncode == 0, result.stderr
-    found = counted(result.stdout)
-    assert found["runs"] == NUM_RUNS
-    assert set(found["delays"]) == set(ROLES) and all(found["delays"].values())
+    found = races.delayed_runs(fp8_backward, tmp_path, NUM_RUNS)
+    assert all(found.values()), found
 
 
 @BY_KIND

@@ -12,7 +12,7 @@ import pytest
 
 from jax_megamoe import _ffi, mega_moe, quantize_expert_weights
 from jax_megamoe.memory import gate_up_array
-from tests import backward, cases, compare, fp8, fp8_programs
+from tests import backward, cases, compare, fp8, fp8_programs, races
 from tests.cases import BF16, F32, ROUTINGS, Batch
 from tests.forward import (
     dims_of,
@@ -21,9 +21,7 @@ from tests.forward import (
     poison_free_memory,
     random_batch,
 )
-from tests.forward_programs import ROLES, counted
 from tests.fp8_programs import SIZES, forward, launched
-from tests.process import run_on_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -135,14 +133,8 @@ def test_poisoned_memory_reaches_nothing() -> None:
 
 def test_delays_change_no_bit(tmp_path: Path) -> None:
     """In the test build, which fills all results with NaN before a call."""
-    path = tmp_path / "results.npz"
-    np.savez(path, *fp8_programs.results())
-    arguments = ("-m", fp8_programs.__name__, "delays", str(path), str(NUM_RUNS))
-    result = run_on_gpu(*arguments, timeout_s=250, JAX_MEGAMOE_EXTENSION="_cuda_delays")
-    assert result.returncode == 0, result.stderr
-    found = counted(result.stdout)
-    assert found["runs"] == NUM_RUNS
-    assert set(found["delays"]) == set(ROLES) and all(found["delays"].values())
+    found = races.delayed_runs(fp8_programs, tmp_path, NUM_RUNS)
+    assert all(found.values()), found
 
 
 def test_zeros_and_what_is_not_finite_stay_with_their_token() -> None:
