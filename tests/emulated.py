@@ -39,6 +39,7 @@ from jax_megamoe.plan import (
 )
 from jax_megamoe.quantization import QuantizedExperts
 from tests.cases import BF16, F32, Batch
+from tests.failures import FAILED, Failures
 from tests.gated import Biases
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,7 +171,7 @@ def _split(raw: bytes, results: list[tuple[tuple[int, ...], np.dtype]]) -> list[
     return found
 
 
-U32, U8 = np.dtype(np.uint32), np.dtype(np.uint8)
+I64, U8 = np.dtype(np.int64), np.dtype(np.uint8)
 # Words that the plan clears on the side.
 NUM_CLEARED = 1000
 # What memory holds before.
@@ -216,22 +217,6 @@ def plans(
         is_made = (failed_pass <= 0 or p < failed_pass) and p < found[-1].totals[2]
         assert not cleared.any() if is_made else np.all(cleared == GARBAGE)
     return found
-
-
-def peers(num_ranks: int, *arguments: str) -> list[list[str]]:
-    """What each call of each rank returned, [step][rank]; the arguments are those of
-    tests/emulator/peers.cc."""
-    return peers_and_warnings(num_ranks, *arguments)[0]
-
-
-def peers_and_warnings(num_ranks: int, *arguments: str) -> tuple[list[list[str]], list[str]]:
-    """The same, and the lines on standard error."""
-    command = [program("peers"), str(num_ranks), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr
-    texts = [line.split(" ", 2)[2] for line in run.stdout.splitlines()]
-    steps = [texts[i : i + num_ranks] for i in range(0, len(texts), num_ranks)]
-    return steps, run.stderr.splitlines()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,12 +416,17 @@ def run(calls: Sequence[Call], *, ranks: int, **options: Any) -> list[list[np.nd
       For each call, each result of all ranks, one rank behind another.
     """
     results, failed = _run(calls, ranks, **options)
-    assert options.get("failed_ranks") or failed == []
+    assert options.get("failed_ranks") or not failed.epochs.any()
     return results
 
 
 def failed_ranks(calls: Sequence[Call], *, ranks: int, **options: Any) -> list[int]:
     """The ranks of which a wait has given up; options as for `_run`."""
+    return np.flatnonzero(failures(calls, ranks=ranks, **options).epochs).tolist()
+
+
+def failures(calls: Sequence[Call], *, ranks: int, **options: Any) -> Failures:
+    """What has come of the waits; options as for `_run`."""
     return _run(calls, ranks, **options)[1]
 
 
@@ -457,11 +447,12 @@ def _run(
     one_gpu: bool = False,
     seed: int = 0,
     failed_ranks: Sequence[int] = (),
-    deadline_rounds: int = 0,
+    deadline: int = 0,
+    stall: tuple[int, int] = (-1, -1),
     combine_dtype: str = "float32",
     ended_ranks: Sequence[int] = (),
-) -> tuple[list[list[np.ndarray]], list[int]]:
-    """What `run` and `failed_ranks` return.
+) -> tuple[list[list[np.ndarray]], Failures]:
+    """What `run` and `failures` return.
 
     Args:
       pool_factor: as of `MegaMoEConfig`.
@@ -469,18 +460,21 @@ def _run(
       one_gpu: not on the emulated machine but on a GPU, whose multiprocessors the ranks share.
       seed: of the order in which everything happens; on a GPU, of delays.
       failed_ranks: their waits give up soon in every call, as after the first one that did.
-      deadline_rounds: after which a wait gives up, in turns of the machine; 0: never.
+      deadline: after which a wait gives up, in turns of the machine, 0: never; on a GPU in ms, 0:
+        10 s.
+      stall: how many calls rank 0 makes, -1: all, and of the next one kernels before it stalls; -1:
+        it shares no inputs.
       combine_dtype: as in `MegaMoEConfig`.
       ended_ranks: which the host has found to be gone.
     """
     dims = dims_of(calls[0].batch, ranks, pool_factor)
     header = [len(calls), dims.R, dims.T, dims.K, dims.E, dims.H, dims.I, dims.num_blocks]
     header += [dims.pool_routes, multiprocessors, seed, _fault]
-    header += [sum(1 << rank for rank in failed_ranks), deadline_rounds]
+    header += [sum(1 << rank for rank in failed_ranks), deadline]
     has_codes = any(call.quantized is not None for call in calls)
     precision = "fp8_block" if has_codes else "bf16"
     header += [peer_array_bytes(dims, combine_dtype, precision), combine_dtype == "bfloat16"]
-    header += [sum(1 << rank for rank in ended_ranks), not one_gpu, has_codes]
+    header += [sum(1 << rank for rank in ended_ranks), not one_gpu, has_codes, *stall]
     arrays: list[np.ndarray] = [np.array(header, np.int32)]
     results = []
     for call in calls:
@@ -495,10 +489,10 @@ def _run(
     shapes = [result for of_call in results for result in of_call * dims.R]
     data = _bytes(arrays)
     raw = _output(ONE_GPU, data) if one_gpu else _emulated_output(program("main"), data)
-    *found, failed_epochs = _split(raw, [*shapes, ((dims.R,), U32)])
+    *found, failed, run_ns = _split(raw, [*shapes, ((dims.R,), FAILED), ((), I64)])
     found_by_call = []
     for of_call in results:
         own, found = found[: len(of_call) * dims.R], found[len(of_call) * dims.R :]
         by_result = [own[i :: len(of_call)] for i in range(len(of_call))]
         found_by_call.append([np.concatenate(of_ranks) for of_ranks in by_result])
-    return found_by_call, np.flatnonzero(failed_epochs).tolist()
+    return found_by_call, Failures(failed["epoch"], failed["record"], float(run_ns) * 1e-9)

@@ -104,5 +104,5 @@ def test_ranks_that_need_a_failed_one_fail_too(is_backward: bool) -> None:
     batch = normal_of((64, 8, 8, 128, 128), "distinct")
     weights = fp8.quantized_weights(batch)
     call = emulated.Call(batch, is_backward=is_backward, quantized=weights)
-    found = emulated.failed_ranks([call], ranks=2, failed_ranks=(0,), deadline_rounds=5000)
+    found = emulated.failed_ranks([call], ranks=2, failed_ranks=(0,), deadline=5000)
     assert found == [0, 1]

@@ -156,5 +156,5 @@ def test_a_call_that_fails_ends_on_all_ranks(failed: int) -> None:
     no further pass is begun."""
     for is_backward in (False, True):
         call = emulated.Call(routed("rank 2", 4), is_backward=is_backward)
-        how = {"pool_factor": 1.0, "deadline_rounds": 5000, "failed_ranks": (failed,)}
+        how = {"pool_factor": 1.0, "deadline": 5000, "failed_ranks": (failed,)}
         assert failed in emulated.failed_ranks([call], ranks=4, **how)

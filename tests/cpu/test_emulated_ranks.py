@@ -148,7 +148,7 @@ def test_ranks_that_need_a_failed_one_fail_too(ranks: int, failed: int, is_backw
     """None takes the garbage of a failed rank for sums. All end, when their own waits give up."""
     batch = normal_of((64, 8, 8, 64, 64), "distinct")
     call = emulated.Call(batch, is_backward=is_backward)
-    found = emulated.failed_ranks([call], ranks=ranks, failed_ranks=(failed,), deadline_rounds=5000)
+    found = emulated.failed_ranks([call], ranks=ranks, failed_ranks=(failed,), deadline=5000)
     assert found == list(range(ranks))
 
 
@@ -175,5 +175,5 @@ def test_the_end_of_a_rank_ends_no_wait_for_others() -> None:
 def test_calls_behind_one_that_failed_do_not_wait_again() -> None:
     """The machine gives up where ranks wait to the deadline of more than one call."""
     call = emulated.Call(normal_of((64, 8, 8, 64, 64), "distinct"))
-    late = {"failed_ranks": (1,), "deadline_rounds": 80_000}
+    late = {"failed_ranks": (1,), "deadline": 80_000}
     assert emulated.failed_ranks([call] * 4, ranks=2, **late) == [0, 1]

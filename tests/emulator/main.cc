@@ -23,7 +23,17 @@ std::vector<std::deque<emulator::Work>> streams;  // of each rank
 int current_rank;
 std::vector<ranks::PlanPointers> plan_of_pass;  // what its plan shall hold
 
-void Enqueue(emulator::Work work) { streams[current_rank].push_back(std::move(work)); }
+// How many kernels the call still runs, behind which nothing of it is enqueued.
+constexpr int kAllKernels = -1;
+int kernels_left = kAllKernels;
+
+void Enqueue(emulator::Work work) {
+  if (kernels_left != 0) streams[current_rank].push_back(std::move(work));
+}
+void EnqueueKernel(emulator::Work work) {
+  Enqueue(std::move(work));
+  if (kernels_left > 0) --kernels_left;
+}
 
 // What a rank's waits need.
 struct WaitState {
@@ -124,7 +134,7 @@ CudaStatus plan::Launch(cudaStream_t, const PlanProblem& problem, int pass,
 
 CudaStatus LaunchShareInputs(cudaStream_t, int blocks, const ShareParams& params) {
   static_assert(kShareThreads == emulator::kBlockThreads);
-  Enqueue({[=] { ShareInputs(params); }, blocks});
+  streams[current_rank].push_back({[=] { ShareInputs(params); }, blocks});
   return {};
 }
 
@@ -132,7 +142,7 @@ CudaStatus LaunchForward(cudaStream_t, int blocks, const ForwardMaps& maps,
                          const ForwardParams& params, bool) {
   const auto run = IsGeneral(params.unit, params.biases) ? emulator::RunForward<GeneralUnit>
                                                          : emulator::RunForward<SwiGlu>;
-  Enqueue({[=] { run(maps, params); }, blocks});
+  EnqueueKernel({[=] { run(maps, params); }, blocks});
   return {};
 }
 
@@ -144,7 +154,7 @@ CudaStatus LaunchQuantizeRows(cudaStream_t, int blocks, const QuantizeParams& pa
 
 CudaStatus LaunchFp8Forward(cudaStream_t, int blocks, const Fp8ForwardMaps& maps,
                             const Fp8ForwardParams& params, bool) {
-  Enqueue({[=] { emulator::RunFp8Forward(maps, params); }, blocks});
+  EnqueueKernel({[=] { emulator::RunFp8Forward(maps, params); }, blocks});
   return {};
 }
 
@@ -152,13 +162,13 @@ CudaStatus LaunchBackward(cudaStream_t, int blocks, const BackwardMaps& maps,
                           const BackwardParams& params, bool float_gradients, bool) {
   const auto run = IsGeneral(params.unit, params.biases) ? emulator::RunBackward<GeneralUnit>
                                                          : emulator::RunBackward<SwiGlu>;
-  Enqueue({[=] { run(maps, params, float_gradients); }, blocks});
+  EnqueueKernel({[=] { run(maps, params, float_gradients); }, blocks});
   return {};
 }
 
 CudaStatus LaunchFp8Backward(cudaStream_t, int blocks, const Fp8BackwardMaps& maps,
                              const Fp8BackwardParams& params, bool float_gradients, bool) {
-  Enqueue({[=] { emulator::RunFp8Backward(maps, params, float_gradients); }, blocks});
+  EnqueueKernel({[=] { emulator::RunFp8Backward(maps, params, float_gradients); }, blocks});
   return {};
 }
 
@@ -190,12 +200,16 @@ class Emulated final : public ranks::Machine {
     current_rank = rank;
     plan_of_pass = plans;
     if ((h_.failed_ranks >> rank & 1) != 0) Enqueue({[=] { waits[rank].failed_epoch = epoch; }, 0});
-    const uint64_t deadline =
-        h_.deadline_rounds == 0 ? ~uint64_t{0} : h_.deadline_rounds * emulator::kRoundNs;
+    const uint64_t deadline = h_.deadline == 0 ? ~uint64_t{0} : h_.deadline * emulator::kRoundNs;
     const uint32_t num_tied = h_.R > 1 ? epoch - 1 : 0;
     return {&waits[rank].page, &waits[rank].failed_epoch, deadline, epoch, rank, num_tied};
   }
   cudaStream_t Stream() override { return nullptr; }
+  void EnqueueStart(int num_kernels, const std::function<void()>& enqueue) override {
+    kernels_left = num_kernels;
+    enqueue();
+    kernels_left = kAllKernels;
+  }
   void Run() override { emulator::RunStreams(streams); }
   uint32_t FailedEpoch(int rank) override {
     const WaitState& wait = waits[rank];
@@ -204,6 +218,7 @@ class Emulated final : public ranks::Machine {
     if (is_late && wait.page.long_wait == 0) ranks::Fail("nobody was told of a long wait");
     return wait.failed_epoch;
   }
+  const megamoe::FaultRecord& Record(int rank) override { return waits[rank].page.record; }
 
  private:
   const ranks::Header h_;

@@ -18,6 +18,7 @@
 //   deny=RANK        it has no peer access           refuse=RANK    it cannot run
 //   memory=BYTES     of each device                  no-nccl        JAX has loaded none
 //   deadline=MS      of the setup
+//   stall=RANK:I     it comes to its I-th meeting when the others have given it up
 //
 // The machine ends the program when memory is freed that another rank has open, or is not zero.
 #include "host/peers.h"
@@ -58,6 +59,8 @@ struct Machine {
   int other_host = -1, alone = -1, denied = -1, refusing = -1;
   size_t memory = size_t{1} << 30;
   size_t deadline_ms = 200;
+  int stalling = -1;
+  size_t stalls_at = 0;
 
   uint64_t deadline_ns() const { return deadline_ms * 1'000'000; }
   bool has_nccl = true;
@@ -102,9 +105,16 @@ cudaError_t Return(cudaError_t error) {
 int communicators[kMaxRanks];
 int RankOf(void* communicator) { return static_cast<int*>(communicator) - communicators; }
 
-int FakeAllGather(const void* from, void* to, size_t count, int, void* communicator, cudaStream_t) {
+bool Stalls(int rank) {
   const std::lock_guard<std::mutex> lock(mutex);
-  said[RankOf(communicator)].push_back({{static_cast<const char*>(from), count}, to});
+  return rank == machine.stalling && said[rank].size() == machine.stalls_at;
+}
+
+int FakeAllGather(const void* from, void* to, size_t count, int, void* communicator, cudaStream_t) {
+  const int rank = RankOf(communicator);
+  if (Stalls(rank)) std::this_thread::sleep_for(std::chrono::milliseconds(3 * machine.deadline_ms));
+  const std::lock_guard<std::mutex> lock(mutex);
+  said[rank].push_back({{static_cast<const char*>(from), count}, to});
   return megamoe::Nccl::kSuccess;
 }
 int FakeCount(void*, int* num_ranks) { return *num_ranks = machine.num_ranks, 0; }
@@ -369,6 +379,9 @@ void RunStep(int index, const std::string& step) {
 }
 
 bool ReadOption(const std::string& text) {
+  if (std::sscanf(text.c_str(), "stall=%d:%zu", &machine.stalling, &machine.stalls_at) == 2) {
+    return true;
+  }
   const size_t equals = text.find('=');
   const std::string name = text.substr(0, equals);
   const size_t value = equals == std::string::npos ? 0 : std::stoull(text.substr(equals + 1));

@@ -1,6 +1,7 @@
 #include "calls.h"
 
 #include <bit>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -59,11 +60,13 @@ class Runner {
         calls.push_back(ReadCall(headers_[i], peers));
       }
     }
-    for (const auto& call : calls) call();
+    const auto begin = std::chrono::steady_clock::now();
+    for (size_t i = 0; i < calls.size(); ++i) Enqueue(i / h_.R, i % h_.R, calls[i]);
     machine_.Run();
+    run_ns_ = std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count();
   }
 
-  // The results of the calls, in their order, and the failed epochs.
+  // The results of the calls, in their order, and what has failed.
   void Write(FILE* out) {
     for (const Result& result : results_) {
       std::vector<char> bytes(result.bytes);
@@ -73,7 +76,9 @@ class Runner {
     for (int r = 0; r < h_.R; ++r) {
       const uint32_t epoch = machine_.FailedEpoch(r);
       std::fwrite(&epoch, sizeof(epoch), 1, out);
+      std::fwrite(&machine_.Record(r), sizeof(megamoe::FaultRecord), 1, out);
     }
+    std::fwrite(&run_ns_, sizeof(run_ns_), 1, out);
   }
 
  private:
@@ -87,6 +92,16 @@ class Runner {
     return {dims(), h_.H, h_.bf16_sums != 0, h_.has_codes != 0};
   }
   int64_t weights() const { return int64_t{h_.E} / h_.R * h_.H * h_.I; }
+
+  // What the call of a rank still does of it.
+  void Enqueue(size_t call, size_t rank, const std::function<void()>& enqueue) {
+    const bool is_whole = rank != 0 || h_.whole_calls < 0 || call < size_t(h_.whole_calls);
+    if (is_whole) {
+      enqueue();
+    } else if (call == size_t(h_.whole_calls) && h_.stalled_kernels >= 0) {
+      machine_.EnqueueStart(h_.stalled_kernels, enqueue);
+    }
+  }
 
   template <typename T>
   void ReadHost(T* to, int64_t count) {
@@ -333,6 +348,7 @@ class Runner {
   Machine& machine_;
   std::vector<CallHeader> headers_;  // the calls point into them
   std::vector<Result> results_;
+  int64_t run_ns_ = 0;
 };
 
 }  // namespace

@@ -4,17 +4,20 @@
 //
 // IN holds the numbers of `Header` and, for each call, those of `CallHeader` and of each rank, if
 // Header::has_plans, the arrays of its plan in each pass, and its operands; OUT gets the results in
-// that order, then of each rank the epoch of the last call that has failed. tests/emulated.py
-// writes and reads them. All else that a call takes is full of 0xff, which is NaN.
+// that order, then of each rank the epoch of the last call that has failed and its record, and how
+// many ns all of it took. tests/emulated.py writes and reads them. All else that a call takes is
+// full of 0xff, which is NaN.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "host/layer.h"
+#include "shared/fault.h"
 
 namespace ranks {
 
@@ -22,13 +25,16 @@ struct Header {
   int32_t num_calls, R, T, K, E, H, I, num_blocks, pool_routes;
   int32_t multiprocessors;  // of each rank
   int32_t seed, fault;
-  int32_t failed_ranks;     // a bit for each: its waits give up soon, in all calls
-  int32_t deadline_rounds;  // of a wait, in turns of the emulated machine; 0: none
-  int32_t peer_bytes;       // as jax_megamoe/memory.py has them
+  int32_t failed_ranks;  // a bit for each: its waits give up soon, in all calls
+  int32_t deadline;      // of a wait: turns of the emulated machine, ms of a GPU; 0: none, 10 s
+  int32_t peer_bytes;    // as jax_megamoe/memory.py has them
   int32_t bf16_sums;
   int32_t ended_ranks;  // a bit for each: the host says that waits for it are in vain
   int32_t has_plans;
   int32_t has_codes;  // of PeerLayout
+  // Rank 0 makes so many calls as it should, -1: all. Of the next one it shares its inputs and runs
+  // so many kernels, -1: none of it; then it stalls.
+  int32_t whole_calls, stalled_kernels;
 };
 
 // The fields of PlanArrays; of a plan from IN all but the scratch.
@@ -49,10 +55,14 @@ class Machine {
                                      const std::vector<PlanPointers>& plans) = 0;
   // Of the rank whose call has begun.
   virtual cudaStream_t Stream() = 0;
+  // Enqueues, of what enqueue() does, the share and so many kernels.
+  virtual void EnqueueStart(int num_kernels, const std::function<void()>& enqueue) = 0;
   // Runs all that is enqueued, to its end.
   virtual void Run() = 0;
   // Of the last call of the rank that has failed, 0 for none.
   virtual uint32_t FailedEpoch(int rank) = 0;
+  // Of the first one.
+  virtual const megamoe::FaultRecord& Record(int rank) = 0;
 };
 
 // Reads IN and writes OUT; start(header) makes the machine.

@@ -6,6 +6,8 @@
 
 #include <cstdio>
 #include <cstring>
+#include <functional>
+#include <vector>
 
 #include "calls.h"
 #include "comm/share_inputs.h"
@@ -18,7 +20,7 @@
 
 namespace {
 
-constexpr uint64_t kDeadlineNs = 10'000'000'000;
+constexpr uint64_t kDeadlineMs = 10'000;
 
 void Check(const megamoe::CudaStatus& status) {
   if (!status.ok()) ranks::Fail(status.text().c_str());
@@ -29,7 +31,8 @@ void Check(cudaError_t error) {
 
 class OneGpu final : public ranks::Machine {
  public:
-  explicit OneGpu(const ranks::Header& header) : ranks_(header.R) {
+  explicit OneGpu(const ranks::Header& header)
+      : ranks_(header.R), deadline_ms_(header.deadline == 0 ? kDeadlineMs : header.deadline) {
     for (const megamoe::CudaStatus& status :
          {megamoe::plan::Load(), megamoe::LoadForward(), megamoe::LoadFp8Forward(),
           megamoe::LoadQuantizeRows(), megamoe::LoadBackward(), megamoe::LoadFp8Backward(),
@@ -62,9 +65,22 @@ class OneGpu final : public ranks::Machine {
   megamoe::WaitContext Begin(int rank, uint32_t epoch,
                              const std::vector<ranks::PlanPointers>&) override {
     current_ = rank;
-    return {ranks_[rank].page, ranks_[rank].failed_epoch, kDeadlineNs, epoch, rank, epoch - 1};
+    const uint64_t deadline_ns = deadline_ms_ * 1'000'000;
+    return {ranks_[rank].page, ranks_[rank].failed_epoch, deadline_ns, epoch, rank, epoch - 1};
   }
   cudaStream_t Stream() override { return ranks_[current_].stream; }
+  void EnqueueStart(int num_kernels, const std::function<void()>& enqueue) override {
+    const cudaStream_t stream = ranks_[0].stream;
+    cudaGraph_t graph;
+    Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    enqueue();
+    Check(cudaStreamEndCapture(stream, &graph));
+    CutBehind(num_kernels, graph);
+    // Before a kernel waits: to make it may wait for a GPU whose kernels wait.
+    cudaGraphExec_t start;
+    Check(cudaGraphInstantiate(&start, graph, 0));
+    Check(cudaGraphLaunch(start, stream));
+  }
   void Run() override { Check(cudaDeviceSynchronize()); }
   uint32_t FailedEpoch(int rank) override {
     uint32_t epoch = 0;
@@ -76,6 +92,7 @@ class OneGpu final : public ranks::Machine {
     }
     return epoch;
   }
+  const megamoe::FaultRecord& Record(int rank) override { return ranks_[rank].page->record; }
 
  private:
   struct Rank {
@@ -84,7 +101,29 @@ class OneGpu final : public ranks::Machine {
     uint32_t* failed_epoch;
   };
 
+  // A call is the share, the count of the routes and, for each pass, their places and the kernel,
+  // one behind another.
+  static void CutBehind(int num_kernels, cudaGraph_t graph) {
+    const int num_kept = num_kernels == 0 ? 1 : 2 + 2 * num_kernels;
+    std::vector<cudaGraphNode_t> nodes(1);
+    size_t count = 1;
+    Check(cudaGraphGetRootNodes(graph, nodes.data(), &count));
+    while (count == 1) {
+      cudaGraphNode_t next = nullptr;
+      cudaGraphEdgeData edge;
+      Check(cudaGraphNodeGetDependentNodes(nodes.back(), &next, &edge, &count));
+      if (count == 1) nodes.push_back(next);
+    }
+    for (int i = 0; i < static_cast<int>(nodes.size()); ++i) {
+      cudaGraphNodeType type;
+      Check(cudaGraphNodeGetType(nodes[i], &type));
+      if (i < num_kept && type != cudaGraphNodeTypeKernel) ranks::Fail("a call has fewer kernels");
+      if (i >= num_kept) Check(cudaGraphDestroyNode(nodes[i]));
+    }
+  }
+
   std::vector<Rank> ranks_;
+  const uint64_t deadline_ms_;
   int current_ = 0;
 };
 
