@@ -1,5 +1,8 @@
-"""The phases of a call in which a rank waits for a peer: one that does not come, or stalls, is given
-up at the deadline, and the record says who waited for what."""
+"""The phases of a call in which a rank waits for a peer.
+
+One that does not come, or stalls, is given up at the deadline, and the record says who waited for
+what.
+"""
 
 from typing import Any, NamedTuple
 

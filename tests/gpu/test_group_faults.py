@@ -1,4 +1,5 @@
-"""A group of two GPUs of one process of which one does not come: who raises, and who goes on."""
+"""A group of two GPUs of one process of which one does not come, or stalls: who raises, and who goes
+on."""
 
 import functools
 import os
@@ -12,7 +13,7 @@ import pytest
 
 import jax_megamoe
 from jax_megamoe import _ffi
-from tests import layer, peers
+from tests import layer, peers, stalled_calls
 
 pytestmark = pytest.mark.multi_gpu(2)
 
@@ -21,6 +22,7 @@ DEADLINE_S = 2.0
 N = 100
 # Of their own: a group that has failed does for good.
 CONFIGURATIONS = iter(range(0x1000, 0x2000))
+TOKENS = iter(range(1002, 2000, 2))
 
 
 @functools.cache
@@ -95,4 +97,37 @@ def test_calls_behind_one_that_failed_do_not_wait_to_deadlines_of_their_own() ->
     jax.block_until_ready(results)
     assert time.perf_counter() - start < 3 * DEADLINE_S
     with pytest.raises(RuntimeError, match=re.compile(text_of(0))):
+        jax_megamoe.check_faults()
+
+
+# By what rank 1 waits for: the whole calls before, what rank 0 does of the one in which it stalls,
+# the phase.
+STALLS = {
+    "inputs": (0, None, "peer_inputs"),
+    "inputs of the next call": (1, None, "peer_inputs"),
+    "sums": (1, stalled_calls.DISPATCH, "peer_sums"),
+}
+
+
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", STALLS)
+def test_who_stalls_in_a_call_of_the_layer_is_given_up_and_named(
+    name: str, is_backward: bool
+) -> None:
+    num_calls, of_rank_0, phase = STALLS[name]
+    batch = stalled_calls.batch_of(next(TOKENS))
+    fused = _ffi.BACKWARD_FUSED if is_backward else _ffi.FUSED
+    whole, arrays = stalled_calls.program(batch, is_backward, fused, DEADLINE_S)
+    for _ in range(num_calls):
+        jax.block_until_ready(whole(*arrays))
+    jax_megamoe.check_faults()
+    stalled, _ = stalled_calls.program(batch, is_backward, of_rank_0, DEADLINE_S)
+    jax.block_until_ready(stalled(*arrays))
+    epoch = num_calls + 1
+    text = (
+        rf"rank 1 gave up waiting for rank 0 \(pid {os.getpid()} on .*, GPU .*\) after 2\d\d\d ms: "
+        rf"phase {phase}, expert -1, block \d+, expected flag {epoch}, found {num_calls}, "
+        rf"epoch {epoch}"
+    )
+    with pytest.raises(RuntimeError, match=text):
         jax_megamoe.check_faults()
