@@ -104,10 +104,12 @@ def recipe(batch: Batch, unit: Unit = swiglu, operands: Collection[str] = OPERAN
     return cases.dense_of(batch, unit, no_biases(batch.w_gate), **how)[0]
 
 
-def two_column_oracle(ids: np.ndarray, *, num_experts: int, **how: Any) -> Batch:
+def two_column_oracle(
+    ids: np.ndarray, expert_weight: Any = 0.5, *, num_experts: int, **how: Any
+) -> Batch:
     """The oracle with tags of 8 bits: their parts of 16 and of 1 come over two columns of h, each
-    of which codes hold; how: as for `cases.oracle`."""
-    batch = cases.oracle(ids, 0.5, num_experts=num_experts, **how)
+    of which codes hold; expert_weight, how: as for `cases.oracle`."""
+    batch = cases.oracle(ids, expert_weight, num_experts=num_experts, **how)
     tag = np.arange(1, num_experts + 1)
     for w, value in ((batch.w_gate, 32), (batch.w_up, 1)):
         w[:, 0, :2] = value

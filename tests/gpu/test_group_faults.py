@@ -1,5 +1,5 @@
-"""A group of two GPUs of one process of which one does not come, or stalls: who raises, and who goes
-on."""
+"""A group of two GPUs of one process of which one does not come, or stalls: who raises, and who
+goes on."""
 
 import functools
 import os
