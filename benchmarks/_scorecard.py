@@ -63,12 +63,14 @@ class Part(NamedTuple):
     Attributes:
       name: of the part, unique. gpus: that it needs. arguments: of Python.
       is_suite: it is pytest, whose report says what came of it; else the last line of the output.
+      minutes: that it takes at most, as far as it is known: it is ended at PART_LIMIT_S.
     """
 
     name: str
     gpus: int
     arguments: tuple[str, ...]
     is_suite: bool = False
+    minutes: float = PART_LIMIT_S / 60
 
 
 class Line(NamedTuple):
@@ -234,9 +236,11 @@ def save(folder: pathlib.Path, record: Record) -> None:
 
 
 def parts_of(lines: Iterable[Line]) -> dict[str, Part]:
-    """All parts by name, in order; several lines may share one."""
+    """All parts by name, those that take few GPUs and little time first; several lines may share
+    one."""
     found: dict[str, Part] = {}
     for part in (part for line in lines for part in line.parts):
         if found.setdefault(part.name, part) != part:
             raise ValueError(f"two parts have the name {part.name}")
-    return found
+    ordered = sorted(found.values(), key=lambda part: (part.gpus, part.minutes))
+    return {part.name: part for part in ordered}

@@ -3,20 +3,20 @@
     python benchmarks/scorecard.py [PART ...] [--gpus N] [--list]
         [--parts out/scorecard] [--out benchmarks/results/scorecard-NAME.json]
 
-Runs the parts that are named, or all that this machine's GPUs can run, each in a process of its own
-and for at most 8 minutes; what a commit has run before is not run again. The results file has all
-lines: those whose hardware is not here are not run, which is no pass. The exit status is 1 if a
-line fails.
+Runs the parts that are named, or all that this machine's GPUs can run, the short ones first, each
+in a process of its own and for at most 8 minutes; what a commit has run before is not run again.
+The results file has all lines: those whose hardware is not here are not run, which is no pass. The
+exit status is 1 if a line fails.
 """
 
 import argparse
 import os
 import pathlib
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from _record import commit, smi, write
-from _scorecard import Line, Record, Revision, judge, load, parts_of, run, save
+from _scorecard import Line, Part, Record, Revision, judge, load, parts_of, run, save
 from _scorecard_lines import LINES
 
 
@@ -61,6 +61,16 @@ def run_parts(
     return records
 
 
+def listed(parts: Collection[Part]) -> Iterator[str]:
+    """What `--list` says of each part, and how long all take at most, by the GPUs they need."""
+    yield "GPUs  minutes  part"
+    for part in parts:
+        yield f"{part.gpus:4}  {part.minutes:7g}  {part.name}"
+    for gpus in sorted({part.gpus for part in parts}):
+        minutes = sum(part.minutes for part in parts if part.gpus == gpus)
+        yield f"{gpus:4}  {minutes:7g}  all of these"
+
+
 def report(lines: Sequence[Line], records: Mapping[str, Record]) -> list[dict[str, object]]:
     """The judged lines, which it prints."""
     judged = [judge(line, records) for line in lines]
@@ -75,15 +85,14 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="PART", help="default: all that can run here")
     here = num_gpus()
     parser.add_argument("--gpus", type=int, default=here, help="that may be relied on")
-    parser.add_argument("--list", action="store_true", help="the parts, and the GPUs of each")
+    parser.add_argument("--list", action="store_true", help="the parts, in their order")
     parser.add_argument("--parts", type=pathlib.Path, default=pathlib.Path("out/scorecard"))
     parser.add_argument("--out", type=pathlib.Path, help="write the lines to this JSON file")
     chosen = parser.parse_args()
     if not 0 <= chosen.gpus <= here:
         parser.error(f"--gpus must be 0 to {here}, the Hopper GPUs here, but it is {chosen.gpus}")
     if chosen.list:
-        for part in parts_of(LINES).values():
-            print(part.gpus, part.name)
+        print(*listed(parts_of(LINES).values()), sep="\n")
         return 0
     # For `write`, which asks JAX for the device; what is run here sets its own.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

@@ -1,9 +1,12 @@
-"""The CUDA backward with precision="fp8_block" as the GPU tests call it, and a program of its own:
-python -m tests.fp8_backward delayed FILE RUNS, which says what it counted in its last line.
+"""The CUDA backward with precision="fp8_block" as the GPU tests call it, and programs around it,
+each for a process of its own, as tests.forward_programs:
+
+    python -m tests.fp8_backward NAME ARGUMENTS
 """
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +14,7 @@ import numpy as np
 
 from jax_megamoe import _ffi, quantize_expert_weights
 from jax_megamoe.config import MegaMoEConfig
-from tests import backward, cases, delays, fp8, fp8_programs
+from tests import backward, cases, compare, delays, fp8, fp8_programs
 from tests.backward import bits
 from tests.cases import BF16, F32, ROUTINGS, Batch, Results
 from tests.forward import dims_of, random_batch
@@ -112,6 +115,22 @@ def delayed(path: str, num_runs: str) -> None:
     done(**delays.run(delayed_calls(), load(path), int(num_runs)))
 
 
+def tiny() -> None:
+    """Small calls of every kind, fused and in parts, each exact: for a checker that slows them."""
+    num_calls = 0
+    for size, kind in zip(fp8_programs.TINY, KINDS, strict=True):
+        for routing in sorted(ROUTINGS):
+            batch, right = oracle_and_results(size, routing)
+            for launches in (_ffi.BACKWARD_FUSED, _ffi.BACKWARD_UNFUSED):
+                found = gradients(batch, kind, launches=launches)
+                for name, a in zip(backward.NAMES, found, strict=True):
+                    compare.assert_exact(a, getattr(right, name), name)
+                num_calls += 1
+    done(calls=num_calls)
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {"delayed": delayed, "tiny": tiny}
+
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:]
-    {"delayed": delayed}[name](*arguments)
+    PROGRAMS[name](*arguments)

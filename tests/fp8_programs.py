@@ -1,17 +1,20 @@
-"""The CUDA forward with precision="fp8_block" as the GPU tests call it, and a program of its own:
-python -m tests.fp8_programs delayed FILE RUNS, which says what it counted in its last line.
+"""The CUDA forward with precision="fp8_block" as the GPU tests call it, and programs around it,
+each for a process of its own, as tests.forward_programs:
+
+    python -m tests.fp8_programs NAME ARGUMENTS
 """
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jax_megamoe import _ffi, quantize_expert_weights
 from jax_megamoe.config import MegaMoEConfig
-from tests import delays, fp8
-from tests.cases import Batch
+from tests import cases, compare, delays, fp8
+from tests.cases import BF16, ROUTINGS, Batch
 from tests.forward import bits, dims_of, operands, random_batch
 from tests.forward_programs import done, load
 
@@ -29,6 +32,7 @@ SIZES = (
     (300, 2, 6, 128, 2176),
     (64, 2, 8, 4224, 256),
 )
+TINY = ((5, 8, 16, 128, 128), (150, 3, 6, 384, 256))
 # What keeps all roles busy.
 BATCHES = ((SIZES[3], "invalid"), (SIZES[5], "distinct"), (SIZES[6], "skewed"))
 
@@ -74,6 +78,24 @@ def delayed(path: str, num_runs: str) -> None:
     done(**delays.run(delayed_calls(), load(path), int(num_runs)))
 
 
+def tiny() -> None:
+    """Small calls of every kind, fused and in parts, each exact: for a checker that slows them."""
+    num_calls = 0
+    for tokens, choices, experts, hidden, inner in TINY:
+        for routing in sorted(ROUTINGS):
+            ids = ROUTINGS[routing](tokens=tokens, choices=choices, experts=experts)
+            how: dict[str, Any] = {"hidden": hidden, "intermediate": inner, "dtype": BF16}
+            batch = fp8.two_column_oracle(ids, num_experts=experts, **how)
+            right = cases.oracle_results(batch).y
+            for launches in (_ffi.FUSED, _ffi.UNFUSED):
+                y, *_ = forward(batch, launches=launches, keep_gate_up=launches == _ffi.FUSED)
+                compare.assert_exact(y, right, "y")
+                num_calls += 1
+    done(calls=num_calls)
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {"delayed": delayed, "tiny": tiny}
+
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:]
-    {"delayed": delayed}[name](*arguments)
+    PROGRAMS[name](*arguments)

@@ -2,10 +2,12 @@
 
     python -m tests.reliability_programs NAME ARGUMENTS
 
-A BACKEND is one of `mega_moe`: with "reference" each runs on the CPU too. As in
-tests.forward_programs, a program that did its work says in its last line what it counted.
+A BACKEND is one of `mega_moe`: with "reference" each runs on the CPU too, and some with "emulated",
+the kernels on the emulated machine. As in tests.forward_programs, a program that did its work says
+in its last line what it counted.
 """
 
+import functools
 import hashlib
 import json
 import sys
@@ -18,10 +20,13 @@ from typing import Any
 
 import jax
 
+from jax_megamoe.config import SAVES
 from tests import (
     backward_programs,
     drift,
     forward_programs,
+    fp8_backward,
+    fp8_programs,
     layer,
     memory_limits,
     mesh_refusal_cases,
@@ -32,6 +37,7 @@ from tests import (
     rank_programs,
     refusal_cases,
     routing_fuzz,
+    stalls,
     transform_cases,
 )
 from tests.cases import Size, normal_of
@@ -39,8 +45,13 @@ from tests.forward_programs import done
 from tests.mutations import error_of
 from tests.rank_programs import Skewed
 
-PASSES: dict[str, ModuleType] = {"forward": forward_programs, "backward": backward_programs}
-# T, K, E, H, I: what `hashes` runs.
+PASSES: dict[str, ModuleType] = {
+    "forward": forward_programs,
+    "backward": backward_programs,
+    "forward_fp8": fp8_programs,
+    "backward_fp8": fp8_backward,
+}
+# T, K, E, H, I: what `hashes` runs, with the next whole groups in FP8.
 REPEATED: tuple[Size, ...] = (
     (5, 8, 16, 64, 64),
     (777, 3, 8, 256, 192),
@@ -48,16 +59,24 @@ REPEATED: tuple[Size, ...] = (
     (600, 32, 64, 448, 320),
 )
 FRACTIONS = ("0.5", "0.65", "0.8", "0.95")
+# Of a wait: turns of the emulated machine, or ms.
+DEADLINES = {"emulated": 30_000, "cuda": 2000}
 
 
-def fuzz(backend: str, ranks: str, first: str, count: str, routings: str) -> None:
+def fuzz(
+    backend: str, ranks: str, first: str, count: str, routings: str, precision: str = "bf16"
+) -> None:
     """`count` of `routing_fuzz.SHAPES` from `first` on, so many routings of each."""
     shapes = routing_fuzz.SHAPES[int(first) : int(first) + int(count)]
     wrong = [
         fault
         for shape in shapes
         for fault in routing_fuzz.faults_of(
-            shape, backend=backend, ranks=int(ranks), routings=int(routings)
+            shape,
+            backend=backend,
+            ranks=int(ranks),
+            routings=int(routings),
+            precision=precision,
         )
     ]
     done(routings=len(shapes) * int(routings), shapes=len(shapes), wrong=len(wrong))
@@ -81,13 +100,14 @@ def judged_refusals() -> dict[str, Any]:
     return {"classes": len(asked), "alike": alike, "slowest_s": round(slowest_s, 3)}
 
 
-def isolation(backend: str) -> None:
+def isolation(backend: str, precision: str = "bf16") -> None:
     """What is not finite reaches nothing that does not depend on it."""
-    done(**judged(nan_cases.checks(nan_cases.SIZE, backend=backend)))
+    sizes = nan_cases.SMALL_SIZES if backend == "emulated" else nan_cases.SIZES
+    done(**judged(nan_cases.checks(sizes[precision], backend=backend, precision=precision)))
 
 
-def transforms(backend: str) -> None:
-    done(**judged(transform_cases.checks(backend)))
+def transforms(backend: str, precision: str = "bf16") -> None:
+    done(**judged(transform_cases.checks(backend, precision)))
 
 
 def judged(checks: Mapping[str, Callable[[], None]]) -> dict[str, int]:
@@ -108,22 +128,27 @@ def leaks(backend: str, layers: str, cycles: str, steps: str) -> None:
         done(**drift.measure(backend, int(layers), int(cycles), int(steps)))
 
 
-def hashes(backend: str, sizes: str) -> None:
+def hashes(backend: str, sizes: str, precision: str = "bf16") -> None:
     """Prints a hash of the results of the first of REPEATED, twice."""
-    print(*(_hash(backend, REPEATED[: int(sizes)]) for _ in range(2)))
+    print(*(_hash(backend, REPEATED[: int(sizes)], precision) for _ in range(2)))
 
 
-def _hash(backend: str, sizes: Sequence[Size]) -> str:
+def _hash(backend: str, sizes: Sequence[Size], precision: str) -> str:
+    """What the forward keeps takes turns with sizes."""
     found = hashlib.sha256()
-    for size in sizes:
-        for result in layer.run(normal_of(size, "skewed"), backend=backend):
+    for i, (*routed, hidden, inner) in enumerate(sizes):
+        widths = (hidden, inner)
+        if precision == "fp8_block":
+            widths = (routing_fuzz.whole(hidden), routing_fuzz.whole(inner))
+        how = {"backend": backend, "precision": precision, "save": SAVES[i % len(SAVES)]}
+        for result in layer.run(normal_of((*routed, *widths), "skewed"), **how):
             found.update(result.tobytes())
     return found.hexdigest()
 
 
-def repeats(backend: str, count: str, sizes: str) -> None:
+def repeats(backend: str, count: str, sizes: str, precision: str = "bf16") -> None:
     """`hashes` in so many processes, one after another."""
-    arguments = ("tests.reliability_programs", "hashes", backend, sizes)
+    arguments = ("tests.reliability_programs", "hashes", backend, sizes, precision)
     found: list[str] = []
     for _ in range(int(count)):
         if backend == "cuda":
@@ -139,7 +164,7 @@ def repeats(backend: str, count: str, sizes: str) -> None:
 def stress(pass_name: str, runs: str) -> None:
     """Delays in every role; the right bits are those of the extension that users run."""
     with tempfile.TemporaryDirectory() as folder:
-        delays = races.delayed_runs(PASSES[pass_name], Path(folder), int(runs))
+        delays = races.delayed_runs(PASSES[pass_name], Path(folder), int(runs), timeout_s=420)
     done(iterations=int(runs), fewest_delays_of_a_role=min(delays.values()))
 
 
@@ -168,6 +193,22 @@ def pairs(backend: str, order: str, count: str) -> None:
     done(pairs=int(count))
 
 
+def stalled(backend: str) -> None:
+    """A peer that stalls in each phase of a call; on a GPU the ranks share its multiprocessors."""
+    how: dict[str, Any] = {"deadline": DEADLINES[backend]}
+    if backend == "cuda":
+        how |= {"one_gpu": True, "multiprocessors": 64}
+    seconds: list[float] = []
+
+    def judge(name: str) -> None:
+        seconds.append(stalls.judge(name, **how))
+
+    found = judged({name: functools.partial(judge, name) for name in stalls.CASES})
+    # Turns of the machine are no time.
+    late = {"slowest_s": max(seconds, default=0) - how["deadline"] / 1000}
+    done(**found, **(late if backend == "cuda" else {}))
+
+
 def fractions() -> None:
     """Too little memory, for each share of the device that JAX may take, taken at once or not."""
     seconds = [
@@ -181,19 +222,8 @@ def fractions() -> None:
 PROGRAMS: dict[str, Callable[..., None]] = {
     program.__name__: program
     for program in (
-        *(
-            fuzz,
-            refusals,
-            isolation,
-            transforms,
-            leaks,
-            hashes,
-            repeats,
-            stress,
-            stress_ranks,
-            pairs,
-        ),
-        fractions,
+        *(fuzz, refusals, isolation, transforms, leaks, hashes, repeats, stress),
+        *(stress_ranks, pairs, stalled, fractions),
     )
 }
 

@@ -137,10 +137,10 @@ def judge(shape: Shape, seed: int, backend: str, ranks: int, precision: str) -> 
     rng = np.random.default_rng(seed)
     ids = ids_of(rng, shape, ranks)
     how = {"precision": precision, "save": SAVES[seed % len(SAVES)]}
-    run = functools.partial(_emulated if backend == "emulated" else _run, backend, ranks, **how)
+    call = functools.partial(run, backend, ranks, **how)
     oracle = fp8.two_column_oracle if precision == "fp8_block" else cases.oracle
     exact = oracle(ids, rng.choice(WEIGHTS, ids.shape), **shape.options)
-    assert_oracle(run(exact), exact, precision)
+    assert_oracle(call(exact), exact, precision)
     if shape.T == 0:
         return
     weights = rng.uniform(0.1, 1, ids.shape).astype(BF16)
@@ -148,7 +148,7 @@ def judge(shape: Shape, seed: int, backend: str, ranks: int, precision: str) -> 
     beside = precision if precision == "fp8_block" else "float32"
     right = layer.run(batch, backend="reference", precision=beside)
     right = Results(*(a.astype(F32) for a in right))
-    assert_near(run(batch), right, precision)
+    assert_near(call(batch), right, precision)
 
 
 @functools.lru_cache(maxsize=2)
@@ -158,14 +158,17 @@ def _normal_of(shape: Shape) -> Batch:
     return cases.normal(none, **shape.options, seed=shape.number)
 
 
-def _run(backend: str, ranks: int, batch: Batch, **how: str) -> Results:
+def run(backend: str, ranks: int, batch: Batch, **how: str) -> Results:
+    """y and all gradients, by a backend of `mega_moe` or on the emulated machine."""
+    if backend == "emulated":
+        return _emulated(ranks, batch, **how)
     return layer.run(batch, None if ranks == 1 else ranks, backend=backend, **how)
 
 
-def _emulated(backend: str, ranks: int, batch: Batch, *, precision: str, save: str) -> Results:
+def _emulated(ranks: int, batch: Batch, *, precision: str, save: str) -> Results:
     """By the kernels, in an order of events that differs with the routing."""
     keeps = save == "gate_up"
-    kind = {"float_gradients": batch.w_gate.dtype == F32}
+    kind: dict[str, Any] = {"float_gradients": batch.w_gate.dtype == F32}
     if precision == "fp8_block":
         kind["quantized"] = fp8.quantized_weights(batch)
     how: dict[str, Any] = {"ranks": ranks, "seed": int(batch.expert_idx.sum()) & 0xFFFF}

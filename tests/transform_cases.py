@@ -17,7 +17,7 @@ from tests import compare, layer
 from tests.cases import ROUTINGS, normal
 from tests.lowering import COLLECTIVES, count, lower_for_cuda
 
-T, K, E, H, I = 48, 4, 16, 64, 64
+T, K, E, H, I = 48, 4, 16, 128, 128
 LAYERS = 3
 POLICIES = jax.checkpoint_policies
 # Of float32, whose sums XLA does not keep in more digits than they have.
@@ -143,13 +143,15 @@ def _op(**options: Any) -> Op:
     return lambda x, *rest: bound(x, jnp.asarray(IDS), *rest)
 
 
-def judge_lowered(name: str, save: str) -> None:
+def judge_lowered(name: str, save: str, precision: str = "bf16") -> None:
     """Raises AssertionError unless the program for CUDA has the calls that it should."""
     case = CASES[name]
-    program = case.program(_op(backend="cuda", save=save))
+    program = case.program(_op(backend="cuda", save=save, precision=precision))
     text = lower_for_cuda(program, *FLOATS)
     found = count(text)
-    right = {"forward": case.forward[SAVES.index(save)], "backward": 1}
+    kernels = "_fp8" if precision == "fp8_block" else ""
+    calls = {"forward": case.forward[SAVES.index(save)], "backward": 1}
+    right = {f"{name}{kernels}": number for name, number in calls.items()}
     assert found == right, f"{name} with {save}: {found}"
     assert not any(collective in text for collective in COLLECTIVES)
     assert "has_side_effect" not in text, name
@@ -166,12 +168,12 @@ def judge_bits(name: str, **options: Any) -> None:
         compare.assert_bitwise(a, b, f"gradient {i} of {name}")
 
 
-def checks(backend: str) -> dict[str, Callable[[], None]]:
+def checks(backend: str, precision: str = "bf16") -> dict[str, Callable[[], None]]:
     """Every case with each `save`, by its name."""
 
     def judge(name: str, save: str) -> None:
-        judge_lowered(name, save)
-        judge_bits(name, backend=backend, save=save)
+        judge_lowered(name, save, precision)
+        judge_bits(name, backend=backend, save=save, precision=precision)
 
     return {
         f"{name}, save={save}": functools.partial(judge, name, save)

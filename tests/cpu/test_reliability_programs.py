@@ -17,7 +17,6 @@ from tests.routing_fuzz import KINDS, SHAPES
 
 # Of few experts, whose reference is compiled soon.
 FUZZED = {1: (0, 4), 2: (5,)}
-SMALL = (40, 2, 8, 64, 64)
 
 
 def test_shapes_of_the_fuzz_are_as_wide_as_they_should() -> None:
@@ -107,9 +106,18 @@ def test_every_class_of_bad_input_has_a_text_of_its_own() -> None:
     assert found["classes"] >= 50 and found["alike"] == 0 and found["slowest_s"] < 1
 
 
-@pytest.mark.parametrize("num_ranks", [None, 2])
-def test_what_is_not_finite_stays_where_it_belongs(num_ranks: int | None) -> None:
-    checks = nan_cases.checks(SMALL, num_ranks, backend="reference")
+@pytest.mark.parametrize(
+    ("num_ranks", "backend", "precision"),
+    [
+        *((1, "reference", "bf16"), (2, "reference", "bf16"), (1, "reference", "fp8_block")),
+        (1, "emulated", "bf16"),
+    ],
+)
+def test_what_is_not_finite_stays_where_it_belongs(
+    num_ranks: int, backend: str, precision: str
+) -> None:
+    size = nan_cases.SMALL_SIZES[precision]
+    checks = nan_cases.checks(size, num_ranks, backend=backend, precision=precision)
     assert judged(checks) == {"cases": 12, "wrong": 0}
 
 
@@ -123,8 +131,27 @@ def test_what_is_not_finite_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) 
             return found._replace(dw_up=found.dw_up + 0 * found.dw_up.sum(axis=0))
 
     monkeypatch.setattr(layer, "run", spread)
-    found = judged(nan_cases.checks(SMALL, backend="reference"))
+    found = judged(nan_cases.checks(nan_cases.SMALL_SIZES["bf16"], backend="reference"))
     assert found == {"cases": 12, "wrong": 10}  # dw_up does not depend on w_up
+
+
+def test_what_is_not_finite_is_found_in_a_group_beside_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the same expert's weights, or of the same token's y."""
+    run = layer.run
+
+    def spread(batch: Batch, *args: None, **how: str) -> Results:
+        found = run(batch, *args, **how)
+        with np.errstate(invalid="ignore"):
+            dw_gate = found.dw_gate + 0 * found.dw_gate.sum(axis=2, keepdims=True)
+            return found._replace(dw_gate=dw_gate, y=found.y + 0 * found.y[:, ::-1])
+
+    monkeypatch.setattr(layer, "run", spread)
+    how = {"backend": "reference", "precision": "fp8_block"}
+    found = judged(nan_cases.checks(nan_cases.SMALL_SIZES["fp8_block"], **how))
+    # Values of the weights.
+    assert found == {"cases": 12, "wrong": 6}
 
 
 CHECKS = transform_cases.checks("reference")
@@ -137,12 +164,13 @@ def test_transformed_programs_have_the_bits_of_plain_ones(name: str) -> None:
     CHECKS[name]()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("name", transform_cases.CASES)
 def test_transformed_programs_call_the_kernels_as_often_as_they_should(
-    name: str, save: str
+    name: str, save: str, precision: str
 ) -> None:
-    transform_cases.judge_lowered(name, save)
+    transform_cases.judge_lowered(name, save, precision)
 
 
 def test_a_call_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +200,10 @@ def test_growth_is_seen() -> None:
     ("arguments", "right"),
     [
         (("fuzz", "reference", "1", "0", "1", "3"), {"routings": 3, "shapes": 1, "wrong": 0}),
-        (("repeats", "reference", "2", "1"), {"processes": 2, "runs": 4, "different": 0}),
+        (
+            ("repeats", "reference", "2", "1", "fp8_block"),
+            {"processes": 2, "runs": 4, "different": 0},
+        ),
         (("pairs", "reference", "0", "1"), {"pairs": 1}),
         (("stress_ranks", "reference", "8", "4"), {"iterations": 4, "different": 0}),
     ],

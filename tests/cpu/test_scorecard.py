@@ -188,6 +188,21 @@ def test_a_failing_line_fails_the_program_and_its_file(
             main(name)
 
 
+def test_parts_are_listed_and_run_the_short_ones_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    minutes = {"long": 8, "short": 0.5, "middle": 3}
+    parts = [part(name, says(wrong=0))._replace(minutes=m) for name, m in minutes.items()]
+    lines = (line(part("far", "", gpus=1)._replace(minutes=1)), line(*parts))
+    listed = list(scorecard.listed(_scorecard.parts_of(lines).values()))
+    right = ["0 0.5 short", "0 3 middle", "0 8 long", "1 1 far"]
+    right += ["0 11.5 all of these", "1 1 all of these"]
+    assert [" ".join(row.split()) for row in listed[1:]] == right
+    scorecard.run_parts(lines, [], 0, tmp_path, lambda: CLEAN, "cpu")
+    order = [row.split(":")[0] for row in capsys.readouterr().out.splitlines()]
+    assert order == ["short", "middle", "long"]
+
+
 @pytest.mark.parametrize("gpus", ["-1", "3"])
 def test_gpus_that_are_not_here_are_refused(
     gpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -208,6 +223,8 @@ def test_lines_are_whole() -> None:
         assert found.parts or found.missing
         assert all(rule.at_least is not None or rule.at_most is not None for rule in found.rules)
         assert {part.gpus for part in found.parts} <= {found.gpus}
+        for part in found.parts:
+            assert 0 < 60 * part.minutes <= _scorecard.PART_LIMIT_S
     assert {found.gpus for found in lines} == {0, 1, 2}
 
 
