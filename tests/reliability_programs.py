@@ -140,7 +140,11 @@ def _hash(backend: str, sizes: Sequence[Size], precision: str) -> str:
         widths = (hidden, inner)
         if precision == "fp8_block":
             widths = (routing_fuzz.whole(hidden), routing_fuzz.whole(inner))
-        how: dict[str, Any] = {"backend": backend, "precision": precision, "save": SAVES[i % len(SAVES)]}
+        how: dict[str, Any] = {
+            "backend": backend,
+            "precision": precision,
+            "save": SAVES[i % len(SAVES)],
+        }
         for result in layer.run(normal_of((*routed, *widths), "skewed"), **how):
             found.update(result.tobytes())
     return found.hexdigest()

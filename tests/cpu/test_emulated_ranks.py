@@ -177,3 +177,11 @@ def test_calls_behind_one_that_failed_do_not_wait_again() -> None:
     call = emulated.Call(normal_of((64, 8, 8, 64, 64), "distinct"))
     late = {"failed_ranks": (1,), "deadline": 80_000}
     assert emulated.failed_ranks([call] * 4, ranks=2, **late) == [0, 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_byte_behind_an_array_is_found(ranks: int) -> None:
+    """Here one that no kernel has written; so every other run shows that none is."""
+    batch = normal_of(*CASES[0])
+    with emulated.with_fault(-1), pytest.raises(AssertionError, match="behind one of its arrays"):
+        emulated.forward(batch, ranks=ranks)

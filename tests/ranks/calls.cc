@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <functional>
 
+#include "canaries.h"
 #include "host/backward.h"
 #include "host/backward_fp8.h"
 #include "host/forward.h"
@@ -20,6 +21,7 @@ using megamoe::LayerCall;
 
 constexpr int64_t kBf16Bytes = 2;
 constexpr uint32_t kFirstEpoch = 1;
+constexpr int kWritesBehind = -1;  // Header::fault
 
 struct CallHeader {
   int32_t is_backward, num_steps, float_gradients, keep_gate_up, num_launches;
@@ -35,7 +37,7 @@ struct CallHeader {
 class Runner {
  public:
   Runner(FILE* in, const Header& header, Machine& machine)
-      : in_(in), h_(header), machine_(machine) {}
+      : in_(in), h_(header), machine_(machine), canaries_(machine) {}
 
   // Shows each rank what it sees of the others, and runs all calls.
   void Run() {
@@ -45,10 +47,11 @@ class Runner {
     peers.num_ranks = h_.R;
     for (int r = 0; r < h_.R; ++r) {
       // As fresh memory is; what calls before have left is never taken for this one's.
-      peers.base[r] = static_cast<std::byte*>(machine_.Allocate(peers.bytes));
+      peers.base[r] = static_cast<std::byte*>(canaries_.Allocate(peers.bytes));
       const std::vector<std::byte> zeros(peers.bytes);
       machine_.CopyIn(peers.base[r], zeros.data(), peers.bytes);
     }
+    for (int r = 0; r < h_.R; ++r) AddGaps(peers, r);
     // All of it is allocated before a call runs: that may wait for a GPU whose calls wait.
     headers_.resize(h_.num_calls);
     std::vector<std::function<void()>> calls;
@@ -62,8 +65,10 @@ class Runner {
     }
     const auto begin = std::chrono::steady_clock::now();
     for (size_t i = 0; i < calls.size(); ++i) Enqueue(i / h_.R, i % h_.R, calls[i]);
+    if (h_.fault == kWritesBehind) WriteBehind();
     machine_.Run();
     run_ns_ = std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count();
+    canaries_.Check();
   }
 
   // The results of the calls, in their order, and what has failed.
@@ -112,21 +117,21 @@ class Runner {
   T* Read(int64_t count) {
     std::vector<T> host(count);
     ReadHost(host.data(), count);
-    void* data = machine_.Allocate(count * sizeof(T));
+    void* data = canaries_.Allocate(count * sizeof(T));
     machine_.CopyIn(data, host.data(), count * sizeof(T));
     return static_cast<T*>(data);
   }
   void* ReadBf16(int64_t count) { return Read<uint16_t>(count); }
 
   void* AddResult(int64_t bytes) {
-    results_.push_back({machine_.Allocate(bytes), bytes});
+    results_.push_back({canaries_.Allocate(bytes), bytes});
     return results_.back().data;
   }
   void* Pool(const LayerCall& layer, int64_t columns) {
-    return machine_.Allocate(layer.pool_rows * columns * kBf16Bytes);
+    return canaries_.Allocate(layer.pool_rows * columns * kBf16Bytes);
   }
   uint32_t* Counters(int64_t count) {
-    return static_cast<uint32_t*>(machine_.Allocate(count * sizeof(uint32_t)));
+    return static_cast<uint32_t*>(canaries_.Allocate(count * sizeof(uint32_t)));
   }
   // A call that is traced gets it behind its other results.
   megamoe::TraceBuffer Trace(const CallHeader& c) {
@@ -175,7 +180,7 @@ class Runner {
     }
     PlanPointers arrays = {};
     for (size_t i = 0; i < arrays.size(); ++i) {
-      arrays[i] = machine_.Allocate(fields[i].elements * sizeof(int32_t));
+      arrays[i] = canaries_.Allocate(fields[i].elements * sizeof(int32_t));
     }
     call->plan_arrays = std::bit_cast<megamoe::PlanArrays>(arrays);
     call->H = h_.H;
@@ -228,7 +233,9 @@ class Runner {
     const void* const codes = Codes(M, N);
     return {codes, Scales(M, N)};
   }
-  void* CodeRows(int64_t rows, int D) { return machine_.Allocate(rows * megamoe::CodeRowBytes(D)); }
+  void* CodeRows(int64_t rows, int D) {
+    return canaries_.Allocate(rows * megamoe::CodeRowBytes(D));
+  }
 
   // On one rank a result behind y is what x is quantised to.
   megamoe::Fp8ForwardCall Fp8Forward(const CallHeader& c, const LayerCall& layer) {
@@ -308,35 +315,58 @@ class Runner {
     }
     if (c.has_biases != 0) {
       call.bias_rows =
-          static_cast<float2*>(machine_.Allocate(call.pool_rows * int64_t{sizeof(float2)}));
+          static_cast<float2*>(canaries_.Allocate(call.pool_rows * int64_t{sizeof(float2)}));
     }
     for (void** pool : {&call.x_pool, &call.dy_pool, &call.dx_pool}) *pool = Pool(call, h_.H);
     for (void** pool : {&call.dg, &call.du, &call.wh}) *pool = Pool(call, h_.I);
     const int64_t partials = call.pool_rows * megamoe::NumDgradDownTiles(h_.I);
-    call.dw_partial = static_cast<float*>(machine_.Allocate(partials * sizeof(float)));
+    call.dw_partial = static_cast<float*>(canaries_.Allocate(partials * sizeof(float)));
     call.counters = Counters(megamoe::NumBackwardCounters(call.pool_rows, h_.E / h_.R));
     call.trace = Trace(c);
   }
 
-  // No rank needs what another one holds of a call that has ended there, nor has written of the
-  // next: all but the flags.
-  void Spoil(int rank, const megamoe::PeerArrays& a) {
+  // Of the workspace of a rank, all but the flags.
+  std::vector<Result> SharedArrays(int rank, const megamoe::PeerArrays& a) const {
     const int64_t slots = int64_t{h_.T} * h_.K;
     const int64_t elements = int64_t{h_.T} * h_.H;
     const int64_t sum_bytes = h_.bf16_sums != 0 ? kBf16Bytes : int64_t{sizeof(float)};
     const int64_t code_bytes = h_.has_codes != 0 ? h_.T * megamoe::CodeRowBytes(h_.H) : 0;
-    const struct {
-      void* data;
-      int64_t bytes;
-    } arrays[] = {{a.x[rank], elements * kBf16Bytes},
-                  {a.dy[rank], elements * kBf16Bytes},
-                  {a.x_codes[rank], code_bytes},
-                  {a.dy_codes[rank], code_bytes},
-                  {a.expert_idx[rank], h_.R * slots * int64_t{sizeof(int32_t)}},
-                  {a.expert_weight[rank], h_.R * slots * int64_t{sizeof(float)}},
-                  {a.sums[rank], h_.R * elements * sum_bytes},
-                  {a.dw[rank], slots * int64_t{sizeof(float)}}};
-    for (const auto& array : arrays) {
+    return {{a.x[rank], elements * kBf16Bytes},
+            {a.dy[rank], elements * kBf16Bytes},
+            {a.x_codes[rank], code_bytes},
+            {a.dy_codes[rank], code_bytes},
+            {a.expert_idx[rank], h_.R * slots * int64_t{sizeof(int32_t)}},
+            {a.expert_weight[rank], h_.R * slots * int64_t{sizeof(float)}},
+            {a.sums[rank], h_.R * elements * sum_bytes},
+            {a.dw[rank], slots * int64_t{sizeof(float)}}};
+  }
+
+  // Between the arrays of the workspace of a rank.
+  void AddGaps(megamoe::Peers peers, int rank) {
+    constexpr int64_t kFlagBytes = sizeof(uint32_t);
+    peers.rank = rank;
+    for (peers.epoch = 0; peers.epoch < 2; ++peers.epoch) {  // calls take turns with some arrays
+      const megamoe::PeerArrays a = megamoe::PeerArraysOf(peers, layout());
+      for (const Result& array : SharedArrays(rank, a)) canaries_.AddGap(array.data, array.bytes);
+      canaries_.AddGap(a.blocks_done, kFlagBytes);
+      canaries_.AddGap(a.inputs_done[rank], h_.R * kFlagBytes);
+      canaries_.AddGap(a.sums_done[rank], h_.R * h_.T * kFlagBytes);
+    }
+  }
+
+  // As a kernel that is wrong would: a byte behind the first result of rank 0.
+  void WriteBehind() {
+    const Result& first = results_.front();
+    if (cudaMemsetAsync(static_cast<std::byte*>(first.data) + first.bytes, 0, 1,
+                        machine_.Stream()) != cudaSuccess) {
+      Fail("cudaMemsetAsync");
+    }
+  }
+
+  // No rank needs what another one holds of a call that has ended there, nor has written of the
+  // next.
+  void Spoil(int rank, const megamoe::PeerArrays& a) {
+    for (const Result& array : SharedArrays(rank, a)) {
       if (cudaMemsetAsync(array.data, 0xff, array.bytes, machine_.Stream()) != cudaSuccess) {
         Fail("cudaMemsetAsync");
       }
@@ -346,6 +376,7 @@ class Runner {
   FILE* const in_;
   const Header& h_;
   Machine& machine_;
+  Canaries canaries_;
   std::vector<CallHeader> headers_;  // the calls point into them
   std::vector<Result> results_;
   int64_t run_ns_ = 0;

@@ -6,7 +6,7 @@
 // Header::has_plans, the arrays of its plan in each pass, and its operands; OUT gets the results in
 // that order, then of each rank the epoch of the last call that has failed and its record, and how
 // many ns all of it took. tests/emulated.py writes and reads them. All else that a call takes is
-// full of 0xff, which is NaN.
+// full of 0xff, which is NaN, and behind every array are canaries.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,7 +24,8 @@ namespace ranks {
 struct Header {
   int32_t num_calls, R, T, K, E, H, I, num_blocks, pool_routes;
   int32_t multiprocessors;  // of each rank
-  int32_t seed, fault;
+  int32_t seed;
+  int32_t fault;         // of the kernels; -1: a byte is written behind an array
   int32_t failed_ranks;  // a bit for each: its waits give up soon, in all calls
   int32_t deadline;      // of a wait: turns of the emulated machine, ms of a GPU; 0: none, 10 s
   int32_t peer_bytes;    // as jax_megamoe/memory.py has them
