@@ -2,6 +2,7 @@
 and the sizes differ."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +65,7 @@ def test_fuzzed_routings_are_right_on_the_emulated_machine(number: int, ranks: i
 
 
 def test_fuzzed_routings_in_fp8_are_right_on_the_emulated_machine() -> None:
-    how = {"backend": "emulated", "precision": "fp8_block"}
+    how: dict[str, Any] = {"backend": "emulated", "precision": "fp8_block"}
     assert routing_fuzz.faults_of(SHAPES[33], routings=2, **how) == []
 
 
@@ -87,7 +88,7 @@ def test_the_fuzz_finds_what_is_wrong(
         return found._replace(**{wrong: array})
 
     monkeypatch.setattr(layer, "run", spoilt)
-    how = {"backend": "reference", "precision": precision}
+    how: dict[str, Any] = {"backend": "reference", "precision": precision}
     (fault,) = routing_fuzz.faults_of(SHAPES[4], seeds=[40_002], **how)
     assert fault.startswith("seed 40002 of Shape(number=4,") and f": {wrong}: " in fault
 
@@ -148,7 +149,7 @@ def test_what_is_not_finite_is_found_in_a_group_beside_its_own(
             return found._replace(dw_gate=dw_gate, y=found.y + 0 * found.y[:, ::-1])
 
     monkeypatch.setattr(layer, "run", spread)
-    how = {"backend": "reference", "precision": "fp8_block"}
+    how: dict[str, Any] = {"backend": "reference", "precision": "fp8_block"}
     found = judged(nan_cases.checks(nan_cases.SMALL_SIZES["fp8_block"], **how))
     # Values of the weights.
     assert found == {"cases": 12, "wrong": 6}
