@@ -25,8 +25,16 @@ ANY_MACHINE = (
     Line(
         "routing_fuzz_fp8_emulated",
         f"{FUZZ_FP8}, by the kernels on the emulated machine",
-        (program("fuzz_fp8_emulated", 0, *EMULATED_FUZZ, "1", *SIX, "fp8_block", minutes=8),),
-        (Rule("routings", at_least=60), *NONE_WRONG),
+        tuple(
+            program(
+                f"fuzz_fp8_emulated_{first}",
+                0,
+                *(*EMULATED_FUZZ, "1", first, "3", "5", "fp8_block"),
+                minutes=6,
+            )
+            for first in ("29", "32")
+        ),
+        (Rule("routings", at_least=30), *NONE_WRONG),
     ),
     Line(
         "bad_input",
