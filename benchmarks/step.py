@@ -25,11 +25,14 @@ before it is waited for.
 Each runs in a process of its own, one after the other, the next round in the reverse order. What
 fails is a record with the text of its error, and the others go on.
 
-Memory of one GPU: 16 bytes a parameter for the masters, gradients and both moments, split over the
-GPUs. Embedding and output matrix of qwen3-30b-a3b are 622 million parameters, 10.0 GB, and a layer
-is 623 million, 10.0 GB; of qwen3-235b-a22b 1,245 million, 19.9 GB, and 2,489 million a layer, 39.8
-GB. Beside them lie the gradients of a step twice at its end, 4 bytes a parameter, the matrices of a
-layer in bf16, 2 bytes, and what a layer keeps and makes: some 10 GB at 16,384 tokens.
+Memory: 16 bytes a parameter for masters, gradients and both moments, and up to 8 more at the end of
+a step, where sums of gradients and new parameters stand beside the old ones; all of it split over
+the GPUs. Embedding and output matrix of qwen3-30b-a3b (a vocabulary of 151,936) are 622 million
+parameters and a layer 623 million, 10.0 GB each by those 16 bytes; of qwen3-235b-a22b 1,245 and
+2,488 million, 19.9 and 39.8 GB. So 2 layers of the first take 30 to 45 GB of one GPU, of the second
+100 to 150, and one layer 60 to 90. On top come the matrices of a layer in bf16 and what it keeps
+and makes, some 10 GB at 16,384 tokens a GPU, and 4 bytes a parameter in the folder for temporary
+files, from which PyTorch begins.
 """
 
 import argparse
