@@ -1,7 +1,7 @@
 """A whole training step of Qwen3-MoE with the layer, beside the same step of its peers.
 
     python benchmarks/step.py [--model qwen3-30b-a3b] [--layers 2] [--seq 16384] [--batch N]
-                              [--steps 20] [--expert-parallel R] [--only NAME ...] [--rounds 2]
+                              [--steps 20] [--expert-parallel R] [--only NAME,...] [--rounds 2]
                               [--tokens FILE.npy] [--peers-path DIR] [--timeout 240] [--within 540]
                               [--out benchmarks/results/step.json] [--png docs/step.png]
 
