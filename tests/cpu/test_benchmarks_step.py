@@ -331,3 +331,23 @@ def test_arguments_that_cannot_be_are_refused(
     with pytest.raises(SystemExit, match="a multiple of the 3 devices"):
         step.main([*ARGUMENTS, "--gpus", "3", "--expert-parallel", "1"])
     assert not told
+
+
+@pytest.mark.transformers
+@pytest.mark.limit(600)
+def test_the_step_of_pytorch_is_that_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torch.compile, whose code is made in minutes; with it `step.py` runs on a CPU too."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    config = make_config(steps=4, attention="xla")
+    job = make_job(tmp_path, config, impl="jax_reference", parameters=str(tmp_path))
+    right = importlib.import_module("_step_jax").find_out(job)["losses"]
+    assert right[-1] < 0.999 * right[0]
+    for num_devices, ranks in ((1, 1), (2, 1), (4, 2)):
+        told = training_config.to_dict(dataclasses.replace(config, expert_parallel=ranks))
+        over = dataclasses.replace(job, config=told, num_devices=num_devices)
+        found = _step_job.run("_step_torch", over, tmp_path, 300)
+        np.testing.assert_allclose(found["losses"], right, rtol=1e-5)
+        assert len(found["step_seconds"]) == 3 and found["busiest_rank"] >= 1
