@@ -26,14 +26,8 @@ import torch  # pyright: ignore[reportMissingImports]
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 import torch.multiprocessing as multiprocessing  # pyright: ignore[reportMissingImports]
 from _step_job import Job, Result, answer, learning_rate
-from _step_torch_model import (
-    EXPERTS,
-    Attend,
-    Model,
-    attend_in_groups,
-    attend_repeated,
-    make_layer_function,
-)
+from _step_torch_attention import choose_attention
+from _step_torch_model import EXPERTS, Model, make_layer_function
 from _torch_ranks import connect, on_gpu
 from torch.distributed.fsdp import (  # pyright: ignore[reportMissingImports]
     FSDPModule,
@@ -44,7 +38,6 @@ from torch.distributed.tensor import (  # pyright: ignore[reportMissingImports]
     DTensor,
     distribute_tensor,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel  # pyright: ignore[reportMissingImports]
 
 from jax_megamoe.models.training import ADAM_B2
 
@@ -108,7 +101,7 @@ def run(job: Job, ranks: Ranks) -> Result:
     dtype = torch.float32 if config["precision"] == "float32" else torch.bfloat16
     batches = np.load(job.batches)
     mine = np.split(batches, ranks.size, axis=1)[ranks.rank]
-    attention, attend = choose_attention(config, mine.shape[1], device)
+    attend = choose_attention(config, mine.shape[1], device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     model = Model(config["model"], ranks.expert, dtype, config["loss_chunk"])
@@ -126,22 +119,21 @@ def run(job: Job, ranks: Ranks) -> Result:
         train_step, model, optimizer, layer, bias, config, batches.shape[1] * config["seq"]
     )
     losses, loads, ends, waiting = [], [], [], []
-    with sdpa_kernel(attention):
-        for number, of_step in enumerate(tokens, 1):
-            loss, load = step(number, of_step)
-            losses.append(loss)
-            loads.append(load)
-            waiting.append(torch.cuda.current_stream().record_event() if on_gpu else None)
-            if number > 1:
-                ends.append(_end(waiting.pop(0)))
-        ends.append(_end(waiting.pop(0)))
+    for number, of_step in enumerate(tokens, 1):
+        loss, load = step(number, of_step)
+        losses.append(loss)
+        loads.append(load)
+        waiting.append(torch.cuda.current_stream().record_event() if on_gpu else None)
+        if number > 1:
+            ends.append(_end(waiting.pop(0)))
+    ends.append(_end(waiting.pop(0)))
     first = job.first_measured - 1
     of_ranks = torch.stack(loads).unflatten(-1, (ranks.expert, -1)).sum(-1).float()
     peak = torch.tensor(torch.cuda.max_memory_allocated() if on_gpu else 0, device=device)
     if ranks.size > 1:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
     return {
-        "runs_on": f"PyTorch {torch.__version__}, {attention.name}, {attend.__name__}",
+        "runs_on": f"PyTorch {torch.__version__}, attention {attend.__name__}",
         "process_model": "single_process" if ranks.size == 1 else "process_per_gpu",
         "losses": torch.stack(losses).tolist(),
         "step_seconds": np.diff(ends)[first - 1 :].tolist(),
@@ -184,44 +176,6 @@ def train_step(
     share = load.sum(-1, keepdim=True) - load * load.shape[-1]
     bias += share.sign() * config["bias_speed"]
     return loss, load
-
-
-def choose_attention(config: dict[str, Any], batch: int, device: Any) -> tuple[Any, Attend]:
-    """Of PyTorch's kernels, and how it is called: what is fastest, compiled, forward and backward.
-
-    batch: sequences of a rank.
-
-    Raises:
-      RuntimeError: none of them runs at these sizes.
-    """
-    if not on_gpu:
-        return SDPBackend.MATH, attend_in_groups
-    model, seconds = config["model"], {}
-    heads = [model[f"num_{name}_heads"] for name in ("attention", "key_value", "key_value")]
-    of_head = (config["seq"], model["head_dim"])
-    how = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    q, k, v = (torch.randn(batch, of_head[0], n, of_head[1], **how).transpose(1, 2) for n in heads)
-    for kernel, attend in (
-        (SDPBackend.CUDNN_ATTENTION, attend_in_groups),
-        (SDPBackend.CUDNN_ATTENTION, attend_repeated),
-        (SDPBackend.FLASH_ATTENTION, attend_in_groups),
-    ):
-        compiled = torch.compile(attend, dynamic=False, fullgraph=True)
-        try:
-            with sdpa_kernel(kernel):
-                for _ in range(2):  # the second time counts
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
-                    mixed = compiled(q, k, v)
-                    torch.autograd.grad(mixed, (q, k, v), torch.ones_like(mixed))
-                    torch.cuda.synchronize()
-                    seconds[kernel, attend] = time.perf_counter() - start
-        except RuntimeError as error:
-            seconds.pop((kernel, attend), None)
-            print(f"{kernel.name}, {attend.__name__}: {error}", file=sys.stderr)
-    if not seconds:
-        raise RuntimeError("no kernel of PyTorch runs the attention at these sizes")
-    return min(seconds, key=seconds.__getitem__)
 
 
 def split(model: Model, ranks: Ranks, dtype: Any) -> None:

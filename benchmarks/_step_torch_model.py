@@ -14,12 +14,11 @@ from typing import Any
 import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 from _shapes import Shape
+from _step_torch_attention import Attend
 from _torch_ranks import combine, make_layer, route, spread
 from torch import nn  # pyright: ignore[reportMissingImports]
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportMissingImports]
 
-# query [B, N, S, D], key and value [B, G, S, D] -> causal attention, [B, N, S, D].
-Attend = Callable[[Any, Any, Any], Any]
 # x, cos, sin, ... -> the layer's result and the rows of each expert.
 Layer = Callable[..., Any]
 # Parameters of a layer by their shapes' names below, in the order in which functions take them.
@@ -169,17 +168,6 @@ def attention_and_router(
     load = torch.zeros(len(bias), dtype=torch.int64, device=ids.device)
     load = load.scatter_add(0, ids.flatten(), torch.ones_like(ids).flatten())
     return x, h, ids, w, load
-
-
-def attend_in_groups(query: Any, key: Any, value: Any) -> Any:
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-
-def attend_repeated(query: Any, key: Any, value: Any) -> Any:
-    """For kernels that take as many heads of keys as of queries."""
-    times = query.shape[1] // key.shape[1]
-    key, value = (a.repeat_interleave(times, dim=1) for a in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def place(config: Mapping[str, Any], seq: int, device: Any) -> tuple[Any, Any]:
