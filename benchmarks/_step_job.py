@@ -80,9 +80,11 @@ def run(module: str, job: Job, folder: pathlib.Path, timeout: float) -> Result:
     told.write_text(json.dumps(dataclasses.asdict(job)))
     answer.unlink(missing_ok=True)
     command = [sys.executable, str(SOURCES / f"{module}.py"), str(told), str(answer)]
+    # Later rounds take what the first has compiled.
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), **os.environ}
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             status = process.wait(timeout)

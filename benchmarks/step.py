@@ -264,8 +264,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"step.py: {error}") from error
     session = Session(options, config)
     with tempfile.TemporaryDirectory() as folder:
-        # Later rounds, and steps that are the same in several, compile once.
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(folder) / "compiled"))
         session.run_all(pathlib.Path(folder))
     records = session.records()
     comparisons = compared(records)
