@@ -39,10 +39,15 @@ def of_layer(
     dims = _dims(shape)
     ids = np.asarray(arrays[1]).reshape(dims.R, dims.T, dims.K)
     passes = (False,) if pass_name == "forward" else (False, True)
-    how = {"combine_dtype": config.combine_dtype}
-    said = [
-        _sum(model(ids, dims, rank, is_backward=b, **how) for b in passes) for rank in range(dims.R)
-    ]
+    of_pass = functools.partial(
+        model,
+        ids,
+        dims,
+        combine_dtype=config.combine_dtype,
+        precision=config.precision,
+        takes_gate_up=config.save == "gate_up",
+    )
+    said = [_sum(of_pass(rank, is_backward=b) for b in passes) for rank in range(dims.R)]
     if jax.default_backend() != "gpu":
         return {"model": said, "counted": None}
     records = [np.asarray(a) for a in jax.jit(traced(mesh, shape, pass_name, config))(*arrays)]

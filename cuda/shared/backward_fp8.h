@@ -13,13 +13,13 @@ namespace megamoe {
 // As the bf16 backward, whose products of weight gradients it has, but for the operands of its
 // other products.
 struct Fp8BackwardParams : BackwardParams {
-  const uint4* x_codes;     // [T] rows of H codes, see shared/fp8.h; null if g and u are taken
-  const uint4* dy_codes;    // [T] rows of H codes
-  uint8_t* x_code_pool;     // [P] rows of H codes: those of each row's token; null as x_codes
-  uint8_t* dy_code_pool;    // [P] rows of H codes
-  RowScales x_rows;         // of x_code_pool
-  RowScales dy_rows;        // of dy_code_pool
-  RowScales dz_rows;        // of [P] rows of 2 I codes: dg, behind them du
+  const uint4* x_codes;   // [T] rows of H codes, see shared/fp8.h; null if g and u are taken
+  const uint4* dy_codes;  // [T] rows of H codes
+  uint8_t* x_code_pool;   // [P] rows of H codes: those of each row's token; null as x_codes
+  uint8_t* dy_code_pool;  // [P] rows of H codes
+  RowScales x_rows;       // of x_code_pool
+  RowScales dy_rows;      // of dy_code_pool
+  RowScales dz_rows;      // of [P] rows of 2 I codes: dg, behind them du
   ExpertScales scales;
 };
 

@@ -13,10 +13,10 @@ namespace megamoe {
 // As the bf16 forward, but for its operands. Of ForwardParams x is null, and pool holds o
 // alone.
 struct Fp8ForwardParams : ForwardParams {
-  const uint4* x_codes;    // [T] rows of H codes, see shared/fp8.h
-  uint8_t* x_pool;         // [P] rows of H codes: those of each row's token
-  RowScales x_rows;        // of x_pool
-  RowScales h_rows;        // of [P] rows of I codes, which gate_up writes
+  const uint4* x_codes;  // [T] rows of H codes, see shared/fp8.h
+  uint8_t* x_pool;       // [P] rows of H codes: those of each row's token
+  RowScales x_rows;      // of x_pool
+  RowScales h_rows;      // of [P] rows of I codes, which gate_up writes
   ExpertScales scales;
 };
 

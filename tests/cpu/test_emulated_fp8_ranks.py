@@ -72,8 +72,8 @@ def test_several_passes(ranks: int, keep: bool) -> None:
 
 
 def test_sums_that_are_rounded_on_their_way() -> None:
-    batch, how = scaled(*CASES[1]), {"pool_factor": 2.0}
-    rounded, exact = run(batch, 2, combine_dtype="bfloat16", **how), run(batch)
+    batch = scaled(*CASES[1])
+    rounded, exact = run(batch, 2, combine_dtype="bfloat16", pool_factor=2.0), run(batch)
     compare.assert_results_bitwise(Results(rounded.y, rounded.dx, *exact[2:]), rounded)
     y, right = rounded.y.astype(F32), exact.y.astype(F32)
     assert 0 < np.linalg.norm(y - right) < 0.01 * np.linalg.norm(right)

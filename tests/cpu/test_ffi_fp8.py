@@ -126,7 +126,6 @@ def test_the_backward_reads_the_codes_that_it_is_said_to_read() -> None:
             {"config": MegaMoEConfig(precision="fp8_block", activation=ClampedSwiGLU())},
             "ClampedSwiGLU",
         ),
-        ({"dims": Dims(T=16, K=2, E=8, R=2, H=256, I=128)}, "R = 2"),
         ({"quantized": None}, "no quantised weights"),
     ],
 )

@@ -197,13 +197,13 @@ def test_logits_and_their_gradients_are_products_in_the_dtype(dtype: Any) -> Non
     assert [a.dtype for a in found] == [dtype, jnp.float32]
     # Sums of a few rounded products.
     tolerance = ROUNDING if dtype == jnp.float32 else 0.1
-    assert_close(
-        *(jax.tree.map(lambda a: a.astype(jnp.float32), g) for g in (found, right)), tolerance
-    )
+    found, right = (jax.tree.map(lambda a: a.astype(jnp.float32), g) for g in (found, right))
+    assert_close(found, right, tolerance)
     program = jax.make_jaxpr(pullback(sums_of_linear))(x, matrix, dy)
     products = [e for e in program.eqns if e.primitive is jax.lax.dot_general_p]
     assert len(products) >= 2
-    assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype(dtype)}
+    operands: list[Any] = [v.aval for e in products for v in e.invars]
+    assert {aval.dtype for aval in operands} == {jnp.dtype(dtype)}
 
 
 def test_logits_can_be_made_of_some_positions(published: Qwen3Moe, found: Any) -> None:

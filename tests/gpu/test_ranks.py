@@ -51,7 +51,7 @@ def test_dtypes_and_what_is_kept(dtype: np.dtype, save: str) -> None:
 @pytest.mark.parametrize("size", [(200, 2, 8, 128, 128), (778, 3, 8, 256, 384)], ids=str)
 def test_in_fp8(size: tuple[int, ...], save: str) -> None:
     batch = cast(random_batch(size, "invalid"), BF16)
-    how = {"backend": "cuda", "precision": "fp8_block", "save": save}
+    how: dict[str, Any] = {"backend": "cuda", "precision": "fp8_block", "save": save}
     compare.assert_results_bitwise(layer.run(batch, 2, **how), layer.run(batch, **how))
 
 
