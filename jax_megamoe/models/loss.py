@@ -78,11 +78,12 @@ def summed_loss(
     def of_a_device(matrix: Array, *rows: Array) -> Array:
         # Varying before the scan, so that its gradient is summed over devices behind it, once.
         matrix, zero = jax.lax.pcast((matrix, jnp.float32(0)), AXES, to="varying")
+        rounded = jax.lax.stop_gradient(matrix).astype(hidden.dtype)
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def add(total: Array, part: tuple[Array, ...]) -> tuple[Array, None]:
             hidden, targets, is_target = part
-            logits = model.logits(hidden, matrix)
+            logits = model.logits(hidden, matrix, rounded)
             nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
             return total + jnp.where(is_target, nll, 0.0).sum(), None
 

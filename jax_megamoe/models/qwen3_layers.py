@@ -221,25 +221,31 @@ def linear(x: Array, matrix: Array) -> Array:
 
 
 @jax.custom_vjp
-def sums_of_linear(x: Array, matrix: Array) -> Array:
+def sums_of_linear(x: Array, matrix: Array, rounded: Array) -> Array:
     """The same as float32, not rounded. Gradients are products in the dtype of x again: of float32
-    operands they would take several times as long."""
+    operands they would take several times as long.
+
+    rounded: the matrix in the dtype of x, which the products take; the gradient is that of
+      `matrix`. Who multiplies several times makes it once.
+    """
     with _exact_products(x.dtype):
-        return jnp.matmul(x, matrix.astype(x.dtype), preferred_element_type=jnp.float32)
+        return jnp.matmul(x, rounded, preferred_element_type=jnp.float32)
 
 
-def _forward_of_sums(x: Array, matrix: Array) -> tuple[Array, tuple[Array, Array]]:
-    return sums_of_linear(x, matrix), (x, matrix)
+def _forward_of_sums(
+    x: Array, matrix: Array, rounded: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return sums_of_linear(x, matrix, rounded), (x, jnp.empty((), matrix.dtype), rounded)
 
 
-def _backward_of_sums(kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, matrix = kept
+def _backward_of_sums(kept: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
+    x, like, rounded = kept
     dy = dy.astype(x.dtype)
     with _exact_products(x.dtype):
-        dx = jnp.matmul(dy, matrix.astype(x.dtype).T)
+        dx = jnp.matmul(dy, rounded.T)
         rows = [a.reshape(-1, a.shape[-1]) for a in (x, dy)]
         d_matrix = jnp.matmul(rows[0].T, rows[1], preferred_element_type=jnp.float32)
-    return dx, d_matrix.astype(matrix.dtype)
+    return dx, d_matrix.astype(like.dtype), None
 
 
 sums_of_linear.defvjp(_forward_of_sums, _backward_of_sums)

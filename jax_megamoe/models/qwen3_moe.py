@@ -193,13 +193,18 @@ class Qwen3Moe(nnx.Module):
         aux = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
         return rms_norm(x, self._whole(self.norm), self.config.rms_norm_eps), aux
 
-    def logits(self, hidden: Array, matrix: Array | None = None) -> Array:
+    def logits(
+        self, hidden: Array, matrix: Array | None = None, rounded: Array | None = None
+    ) -> Array:
         """float32 [..., V] of what `hidden` returned, [..., H] in `dtype`.
 
-        matrix: of `output_matrix`, for calls that share it.
+        matrix: of `output_matrix`, for calls that share it; rounded: it in `dtype`, likewise, of
+          which no gradient is taken.
         """
         matrix = self.output_matrix() if matrix is None else matrix
-        return sums_of_linear(hidden, matrix)
+        return sums_of_linear(
+            hidden, matrix, matrix.astype(hidden.dtype) if rounded is None else rounded
+        )
 
     def output_matrix(self) -> Array:
         """float32 [H, V], all of it on each device: what `logits` multiplies with."""
