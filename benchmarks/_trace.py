@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jax_megamoe.memory import TRAFFIC_RECORDS
+from jax_megamoe._call_arrays import TRAFFIC_RECORDS
 
 # Kinds of a record: the parts of cuda/shared/part.h, and what cuda/shared/trace.h has besides.
 WAIT = 16

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_megamoe import _ffi
 from jax_megamoe._arrays import up_to
+from jax_megamoe._call_arrays import TRAFFIC_RECORDS
 from jax_megamoe.config import FP8_GROUP, Dims, MegaMoEConfig
-from jax_megamoe.memory import TRAFFIC_RECORDS
 
 # Those of PeerTraffic in cuda/shared/trace.h, in their order: what the rank reads of others, and
 # what it sends to them.

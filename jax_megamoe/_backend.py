@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_megamoe import _ffi, reference
+from jax_megamoe._call_arrays import gate_up_array
 from jax_megamoe.config import (
     KERNEL_MULTIPLE,
     KERNEL_PRECISIONS,
@@ -22,7 +23,6 @@ from jax_megamoe.config import (
     MegaMoEConfig,
     lacking_in_fp8,
 )
-from jax_megamoe.memory import gate_up_array
 from jax_megamoe.quantization import NUM_ARRAYS, QuantizedExperts, from_arrays
 
 Array = jax.Array

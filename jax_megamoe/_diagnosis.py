@@ -6,7 +6,7 @@ The words of each refusal are those of the code that refuses: `_backend.call_ref
 
 import dataclasses
 
-from jax_megamoe import memory
+from jax_megamoe import _call_arrays, memory
 from jax_megamoe._backend import call_refusals
 from jax_megamoe._ffi import KERNEL_COMPUTE_CAPABILITY, older_generation
 from jax_megamoe._machine import NOT_INSTALLED, Device, Facts
@@ -216,9 +216,9 @@ def _memory(question: Question) -> tuple[Memory | None, str]:
         how = {"combine_dtype": config.combine_dtype, "expert_bias": bias}
         plan = memory.memory_plan(**sizes, **how, precision=config.precision)
         of_backward = (keeps, bias, config.precision)
-        operands = memory.backward_operands(dims, *of_backward)
+        operands = _call_arrays.backward_operands(dims, *of_backward)
         dtype = question.weights if config.trainable_experts else None
-        results = memory.backward_results(dims, dtype, *of_backward)
+        results = _call_arrays.backward_results(dims, dtype, *of_backward)
     except ValueError as error:
         return None, str(error)
     gradients = ("dx", "dw", "dw_gate", "dw_up", "dw_down", "db_gate", "db_up", "db_down")

@@ -18,18 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_megamoe._call_arrays import backward_results, forward_results, plan_results, trace_result
 from jax_megamoe.activation import gated_unit
 from jax_megamoe.config import WAIT_DEADLINE_S, Dims, MegaMoEConfig
-from jax_megamoe.memory import (
-    ArraySize,
-    backward_results,
-    check_backward_fits,
-    check_fits,
-    cuda_devices,
-    forward_results,
-    plan_results,
-    trace_result,
-)
+from jax_megamoe.memory import ArraySize, check_backward_fits, check_fits, cuda_devices
 from jax_megamoe.plan import Plan, Step, backward_steps, forward_steps
 from jax_megamoe.quantization import QuantizedExperts, QuantizedMatrix
 

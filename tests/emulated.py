@@ -25,9 +25,9 @@ import pytest
 
 from jax_megamoe import _ffi
 from jax_megamoe._arrays import code_row_bytes
+from jax_megamoe._call_arrays import gate_up_array, peer_array_bytes, trace_result
 from jax_megamoe.activation import gated_unit
 from jax_megamoe.config import POOL_FACTOR, ClampedSwiGLU, Dims
-from jax_megamoe.memory import gate_up_array, peer_array_bytes, trace_result
 from jax_megamoe.plan import (
     MAX_STEPS,
     Plan,

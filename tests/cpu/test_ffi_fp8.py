@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from jax_megamoe import ClampedSwiGLU, _ffi, quantize_expert_weights
-from jax_megamoe.config import Dims, MegaMoEConfig
-from jax_megamoe.memory import (
+from jax_megamoe._call_arrays import (
     backward_operands,
     backward_results,
     forward_operands,
     forward_results,
 )
+from jax_megamoe.config import Dims, MegaMoEConfig
 from tests.lowering import lower_for_cuda
 
 DIMS = Dims(T=16, K=2, E=8, R=1, H=256, I=128)
@@ -42,7 +42,7 @@ def forward(*operands: Any, **options: Any) -> tuple[jax.Array, ...]:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_it_lowers_to_one_call_with_codes_and_scales(dtype: Any, keep: bool, trace: bool) -> None:
-    """Of the codes those in the order of the forward alone; its results are those of memory.py."""
+    """Of the codes those in the order of the forward alone; its results are those of _call_arrays.py."""
     run = functools.partial(forward, keep_gate_up=keep, trace=trace)
     y, counts, *others = jax.eval_shape(run, *types(dtype=dtype))
     assert (y.shape, y.dtype) == ((DIMS.T, DIMS.H), dtype)

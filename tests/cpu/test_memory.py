@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_megamoe import _ffi, mega_moe, memory, memory_plan, quantize_expert_weights
+from jax_megamoe import _call_arrays, _ffi, mega_moe, memory, memory_plan, quantize_expert_weights
 from jax_megamoe.config import Dims, MegaMoEConfig
 
 DIMS = Dims(T=300, K=3, E=12, R=1, H=128, I=64)
@@ -106,7 +106,7 @@ def test_backward_of_fp8_is_refused_for_what_it_holds(
     sizes = {letter: getattr(dims, letter) for letter in "TKEHI"}
     config = MegaMoEConfig(precision="fp8_block", trainable_experts=dtype is not None)
     x, *rest = types(sizes, dtype or jnp.bfloat16)
-    kept = memory.gate_up_array(dims)
+    kept = _call_arrays.gate_up_array(dims)
 
     def backward(quantized: Any, gate_up: jax.Array, *operands: jax.Array) -> Any:
         how: dict[str, Any] = {"gate_up": gate_up} if keep_gate_up else {}
@@ -155,7 +155,7 @@ def test_backward_is_refused_for_what_it_holds(
     rest += bias_types() if expert_bias else []
     x = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
 
-    kept = memory.gate_up_array(DIMS)
+    kept = _call_arrays.gate_up_array(DIMS)
 
     def backward(gate_up: jax.Array, *operands: jax.Array) -> Any:
         how: dict[str, Any] = {"gate_up": gate_up} if keep_gate_up else {}
@@ -240,7 +240,7 @@ def test_gradients_that_several_passes_may_add_up_are_float32(dtype: Any) -> Non
     dims = dataclasses.replace(DIMS, R=4)
     for factor, right in ((2.0, jnp.float32), (4.0, dtype)):
         dims = dataclasses.replace(dims, pool_factor=factor)
-        gradients = memory.backward_results(dims, dtype)[2:5]
+        gradients = _call_arrays.backward_results(dims, dtype)[2:5]
         assert [g.name for g in gradients] == ["dw_gate", "dw_up", "dw_down"]
         assert all(g.dtype == right for g in gradients)
 

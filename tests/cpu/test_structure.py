@@ -35,7 +35,7 @@ CUDA_MAY_INCLUDE: dict[str, set[str]] = {
 # trains them.
 _BASE_MODULES = {"config", "validation", "_guard", "_ids", "activation"}
 _QUANTIZED = {"quantization", "_quantized_checks"}
-_LEAVES = _BASE_MODULES | _QUANTIZED | {"plan", "memory", "reference", "_ffi"}
+_LEAVES = _BASE_MODULES | _QUANTIZED | {"plan", "_call_arrays", "memory", "reference", "_ffi"}
 _CALL = _LEAVES | {"_backend", "ops", "sharding"}
 _ROUTER = {"_router_checks", "_router_losses", "presets", "router"}
 _LAYER = {"_layer", "_layer_checks"}
@@ -50,18 +50,19 @@ PYTHON_MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"config"},
     "plan_check": {"config", "plan"},
     "_arrays": {"config"},
-    "memory": {"config", "plan", "validation", "_arrays"},
+    "_call_arrays": {"config", "plan", "_arrays"},
+    "memory": {"config", "validation", "_arrays", "_call_arrays"},
     "activation": {"config"},
     "quantization": {"config", "validation"},
     "_quantized_checks": {"config", "validation", "quantization"},
     "_recipe": {"quantization"},
     "reference": {"config", "activation", "quantization", "_recipe"},
-    "_ffi": {"config", "activation", "plan", "memory", "quantization"},
+    "_ffi": {"config", "activation", "plan", "_call_arrays", "memory", "quantization"},
     "presets": {"config"},
     "_router_checks": {"config", "validation"},
     "_router_losses": set(),
     "router": {"config", "_router_checks", "_router_losses"},
-    "_backend": {"config", "memory", "quantization", "reference", "_ffi"},
+    "_backend": {"config", "_call_arrays", "quantization", "reference", "_ffi"},
     "ops": {"config", "validation", "_guard", "_ids", "_backend"} | _QUANTIZED,
     "sharding": _LEAVES | {"ops"},
     "_layer": _CALL | _ROUTER,

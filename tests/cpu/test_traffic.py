@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from jax_megamoe._call_arrays import TRAFFIC_RECORDS, trace_result
 from jax_megamoe.config import COMBINE_DTYPES, Dims, MegaMoEConfig
-from jax_megamoe.memory import TRAFFIC_RECORDS, trace_result
 from jax_megamoe.plan import backward_steps, forward_steps
 from tests import cases, emulated, fp8, layer
 from tests.cases import BF16, ROUTINGS

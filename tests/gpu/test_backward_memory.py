@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_megamoe import _ffi, memory
+from jax_megamoe import _call_arrays, _ffi
 from jax_megamoe.config import MegaMoEConfig
 from tests.backward import assert_same, gradients, launched, operands
 from tests.cases import BF16, F32
@@ -22,7 +22,7 @@ NUM_GRADIENTS = 5
 def test_the_workspace_is_what_is_reported(size: tuple[int, ...], dtype: np.dtype) -> None:
     batch = random_batch(size, "distinct")
     dims, arrays = dims_of(batch), operands(batch, dtype)
-    workspace = sum(a.num_bytes for a in memory.backward_results(dims, dtype)[NUM_GRADIENTS:])
+    workspace = sum(a.num_bytes for a in _call_arrays.backward_results(dims, dtype)[NUM_GRADIENTS:])
     analysis = launched.lower(*arrays, dims=dims).compile().memory_analysis()
     assert analysis is not None
     casts = 0 if dtype == BF16 else sum(a.nbytes // 2 for a in arrays[4:])
@@ -34,7 +34,7 @@ def test_layers_share_one_workspace() -> None:
     """A stack of 16 layers takes what one of 2 takes and the inputs that a backward needs."""
     batch = random_batch(SIZES[5], "distinct")
     dims = dims_of(batch)
-    workspace = sum(a.num_bytes for a in memory.backward_results(dims, BF16)[NUM_GRADIENTS:])
+    workspace = sum(a.num_bytes for a in _call_arrays.backward_results(dims, BF16)[NUM_GRADIENTS:])
 
     def temp_bytes(num_layers: int) -> int:
         def stack(dy: Any, *arrays: Any) -> Any:
@@ -59,7 +59,7 @@ def test_layers_share_one_workspace() -> None:
 def test_a_result_of_the_wrong_size_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a version of the Python part that does not belong to the extension would ask for."""
     batch = random_batch(SIZES[3], "distinct")
-    right = memory.backward_results(dims_of(batch), BF16)
+    right = _call_arrays.backward_results(dims_of(batch), BF16)
     wrong = [
         a._replace(shape=(a.shape[0] + 1, *a.shape[1:])) if a.name == name else a for a in right
     ]

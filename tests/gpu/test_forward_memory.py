@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import pytest
 
-from jax_megamoe import _ffi, memory
+from jax_megamoe import _call_arrays, _ffi
 from jax_megamoe.config import Dims, MegaMoEConfig
 from tests import compare, memory_limits
 from tests.forward import SIZES, dims_of, forward, operands, random_batch
@@ -25,7 +25,7 @@ def test_a_result_of_the_wrong_size_is_refused(name: str, monkeypatch: pytest.Mo
     """As a version of the Python part that does not belong to the extension would ask for."""
     batch = random_batch(SIZES[3], "distinct")
     keep = name == "gate_up"
-    right = memory.forward_results(dims_of(batch), keep)
+    right = _call_arrays.forward_results(dims_of(batch), keep)
     wrong = [
         a._replace(shape=(a.shape[0] + 1, *a.shape[1:])) if a.name == name else a for a in right
     ]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi, mega_moe, quantize_expert_weights
-from jax_megamoe.memory import gate_up_array
+from jax_megamoe._call_arrays import gate_up_array
 from tests import backward, cases, compare, fp8, fp8_programs, races
 from tests.cases import BF16, F32, ROUTINGS, Batch
 from tests.forward import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_megamoe import _ffi
-from jax_megamoe.memory import gate_up_array
+from jax_megamoe._call_arrays import gate_up_array
 from jax_megamoe.ops import GATE_UP_NAME
 from tests import cases, compare, layer
 from tests.backward import (

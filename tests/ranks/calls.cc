@@ -43,7 +43,7 @@ class Runner {
   void Run() {
     megamoe::Peers peers = {};
     peers.bytes = megamoe::PeerArrayBytes(layout());
-    if (peers.bytes != h_.peer_bytes) Fail("jax_megamoe/memory.py has other bytes");
+    if (peers.bytes != h_.peer_bytes) Fail("jax_megamoe/_call_arrays.py has other bytes");
     peers.num_ranks = h_.R;
     for (int r = 0; r < h_.R; ++r) {
       // As fresh memory is; what calls before have left is never taken for this one's.

@@ -28,7 +28,7 @@ struct Header {
   int32_t fault;         // of the kernels; -1: a byte is written behind an array
   int32_t failed_ranks;  // a bit for each: its waits give up soon, in all calls
   int32_t deadline;      // of a wait: turns of the emulated machine, ms of a GPU; 0: none, 10 s
-  int32_t peer_bytes;    // as jax_megamoe/memory.py has them
+  int32_t peer_bytes;    // as jax_megamoe/_call_arrays.py has them
   int32_t bf16_sums;
   int32_t ended_ranks;  // a bit for each: the host says that waits for it are in vain
   int32_t has_plans;
