@@ -42,7 +42,8 @@ def forward(*operands: Any, **options: Any) -> tuple[jax.Array, ...]:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_it_lowers_to_one_call_with_codes_and_scales(dtype: Any, keep: bool, trace: bool) -> None:
-    """Of the codes those in the order of the forward alone; its results are those of _call_arrays.py."""
+    """Of the codes those in the order of the forward alone; its results are the arrays that it
+    is said to have."""
     run = functools.partial(forward, keep_gate_up=keep, trace=trace)
     y, counts, *others = jax.eval_shape(run, *types(dtype=dtype))
     assert (y.shape, y.dtype) == ((DIMS.T, DIMS.H), dtype)
