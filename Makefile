@@ -54,7 +54,7 @@ scorecard: need-hopper extension ## the scorecard of reliability; ARGS="PART ...
 		--out benchmarks/results/scorecard-gpus$(GPUS).json $(ARGS)
 
 .PHONY: bench
-bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-path DIR" for layer.py and latency.py
+bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-path DIR" for layer.py, latency.py and step.py
 	'$(PY)' benchmarks/plan.py --out benchmarks/results/plan.json
 	'$(PY)' benchmarks/fault_path.py --out benchmarks/results/fault_path.json
 	for pass in forward backward; do \
@@ -71,7 +71,10 @@ bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-
 	fi
 	'$(PY)' benchmarks/layer.py --out benchmarks/results/layer.json --png docs/layer.png $(ARGS)
 	'$(PY)' benchmarks/layer.py --set cliffs --out benchmarks/results/cliffs.json
+	'$(PY)' benchmarks/layer.py --set fp8 --out benchmarks/results/fp8.json
+	'$(PY)' benchmarks/fp8_errors.py --out benchmarks/results/fp8_errors.json
 	'$(PY)' benchmarks/latency.py --out benchmarks/results/latency.json $(ARGS)
+	'$(PY)' benchmarks/step.py --layers 6 --out benchmarks/results/step.json --png docs/step.png $(ARGS)
 	'$(PY)' benchmarks/training.py --out benchmarks/results/training.json --png docs/training.png
 	'$(PY)' benchmarks/model.py --docs docs/scaling.md
 
