@@ -52,19 +52,14 @@ def jax_run(
     arrays, by the name of `mega_moe`.
     """
 
-    def with_quantized(quantized: QuantizedExperts | None) -> Layer:
-        if quantized is None:
-            return layer
-        return functools.partial(layer, quantized_experts=quantized)
-
     def forward(quantized: QuantizedExperts | None, *arrays: jax.Array) -> Any:
-        return with_quantized(quantized)(*arrays)
+        return with_quantized(layer, quantized)(*arrays)
 
     def pulled(quantized: QuantizedExperts | None, *arrays: jax.Array) -> Any:
-        return _differentiated(with_quantized(quantized), trainable, *arrays)
+        return differentiated(with_quantized(layer, quantized), trainable, *arrays)
 
     def whole(quantized: QuantizedExperts | None, dy: jax.Array, *arrays: jax.Array) -> Any:
-        return with_gradients(with_quantized(quantized), dy, *arrays, trainable=trainable)
+        return with_gradients(with_quantized(layer, quantized), dy, *arrays, trainable=trainable)
 
     if pass_name == "forward":
         return Run(functools.partial(jax.jit(forward), quantized, *arrays), jax.block_until_ready)
@@ -77,7 +72,11 @@ def jax_run(
     return Run(call, jax.block_until_ready)
 
 
-def _differentiated(
+def with_quantized(layer: Layer, quantized: QuantizedExperts | None) -> Layer:
+    return layer if quantized is None else functools.partial(layer, quantized_experts=quantized)
+
+
+def differentiated(
     layer: Layer, trainable: bool, x: jax.Array, ids: jax.Array, w: jax.Array, *weights: jax.Array
 ) -> tuple[jax.Array, Callable[..., Any]]:
     """y, and the function from dy to all gradients, or to the first two of them."""
@@ -91,7 +90,7 @@ def _differentiated(
 def with_gradients(
     layer: Layer, dy: jax.Array, *arrays: jax.Array, trainable: bool = True
 ) -> tuple[jax.Array, ...]:
-    y, pull = _differentiated(layer, trainable, *arrays)
+    y, pull = differentiated(layer, trainable, *arrays)
     return y, *pull(dy)
 
 

@@ -5,7 +5,7 @@ import socket
 import time
 
 import jax
-from _ranks import expert_mesh, jax_megamoe, on_ranks
+from _ranks import expert_mesh, jax_megamoe, on_ranks, quantized_on
 from _shapes import Shape, inputs
 from _timing import Run
 
@@ -13,13 +13,22 @@ RENDEZVOUS_SECONDS = 60.0
 
 
 def make(
-    rank: int, num_ranks: int, rendezvous: str, pass_name: str, shape: Shape, save: str, sums: str
+    rank: int,
+    num_ranks: int,
+    rendezvous: str,
+    pass_name: str,
+    shape: Shape,
+    save: str,
+    sums: str,
+    precision: str,
 ) -> Run:
     """A pass of rank `rank`'s share of the layer, on the inputs of the process with all GPUs."""
     if not jax.distributed.is_initialized():
         connect(rank, num_ranks, pathlib.Path(rendezvous))
     mesh = expert_mesh(num_ranks)
-    return jax_megamoe(mesh, pass_name, save, on_ranks(mesh, inputs(shape, "bf16")), sums)
+    arrays = on_ranks(mesh, inputs(shape, "bf16"))
+    quantized = quantized_on(mesh, arrays) if precision == "fp8_block" else None
+    return jax_megamoe(mesh, pass_name, save, arrays, sums, quantized)
 
 
 def connect(rank: int, num_ranks: int, rendezvous: pathlib.Path) -> None:

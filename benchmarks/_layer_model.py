@@ -13,6 +13,9 @@ What ranks add, for each pass:
             to the time that the link needs for all of it, and to that of the sums that become
             complete late (`last_sums_ms`).
 
+In FP8 the times of one GPU are those of results/fp8.json, and a row crosses as codes and scales;
+what the share copies, and what goes through memory at least, counts as in bf16, which is more.
+
 It knows nothing of what products lose beside NVLink traffic.
 """
 
@@ -22,7 +25,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from _nvlink import SUM_BYTES, nvlink_bytes, reach
-from _rates import Record, ours, value
+from _rates import Record, measured, ours, value
+from _report import FP8, OURS
 from _shapes import BASE, Shape, expert_rows, padded_rows
 
 from jax_megamoe.config import TILE_ROWS
@@ -64,9 +68,19 @@ def fit_one(records: Sequence[Record], fixed_ms: float) -> Fit:
     return Fit(fixed_ms, float(a), float(b))
 
 
-def fits(records: Sequence[Record], save: str) -> dict[str, Fit]:
-    """Of the forward and the backward; records: those of one GPU, results/layer.json."""
-    alone = ours(list(records), ep=1)
+# The times of one GPU, by precision: whose, and the results file.
+MADE_FROM = {"bf16": (OURS, "layer.json"), "fp8_block": (FP8, "fp8.json")}
+
+
+def fits_of(precision: str, save: str) -> dict[str, Fit]:
+    """`fits` of the results file of a precision."""
+    impl, file = MADE_FROM[precision]
+    return fits(measured(file), save, impl)
+
+
+def fits(records: Sequence[Record], save: str, impl: str = OURS) -> dict[str, Fit]:
+    """Of the forward and the backward of jax_megamoe; records: those of one GPU."""
+    alone = ours(list(records), impl=impl, ep=1)
     of = {
         name: [r for r in alone if r["pass"] == name and r["save"] == kept]
         for name, kept in (("forward", "none"), ("forward_backward", save))
@@ -164,6 +178,7 @@ def predict_pass(
     *,
     save: str = "none",
     sums: str = "float32",
+    precision: str = "bf16",
     imbalance: float = 1.0,
 ) -> Prediction:
     """A pass of the rank that has `imbalance` times as many rows as the mean."""
@@ -172,7 +187,7 @@ def predict_pass(
     memory = imbalance * memory_bytes(shape, pass_name, save) / value("copy") / 1e6
     if R == 1:
         return Prediction(0.0, products, memory, 0.0, 0.0)
-    moved = nvlink_bytes(shape, pass_name, sums)
+    moved = nvlink_bytes(shape, pass_name, sums, precision, save)
     loads_ms, stores_ms = (1 / value(f"nvlink_{how}") / 1e6 for how in ("loads", "stores"))
     copied = (1 if pass_name == "forward" else 2) * 4 * T * H + 8 * T * K
     share = copied / value("copy") / 1e6 + moved["routing"] * stores_ms

@@ -95,7 +95,7 @@ def record(
         "save": variant.save,
         "weights_dtype": variant.weights_dtype,
         "process_model": variant.process_model,
-        "sums_dtype": variant.sums if variant.impl == OURS and variant.ep > 1 else None,
+        "sums_dtype": variant.sums if variant.impl in ALL_OURS and variant.ep > 1 else None,
         "seed": SEED,
     }
     if isinstance(result, str):
@@ -190,13 +190,16 @@ def run_against_bound(
     pass_name: str = "forward",
     make: Callable[[Shape], Run] = forward_of,
     product: Run | None = None,
+    variant: Variant | None = None,
 ) -> list[Named]:
     """The records of a pass of jax_megamoe, each with its bound and its ratio to that.
 
     The bound, _shapes.bound_ms, takes its rates from the same rounds: that of the first shape, and
-    that of a device copy. make: the pass of a shape; product: of matrices of `matmul_size`.
+    that of a device copy. make: the pass of a shape, by `variant`; product: of matrices of
+    `matmul_size`.
     """
     base = shapes[0]
+    variant = variant or Variant(OURS, ep=base.R)
     runs = {"matmul": product or matmul(matmul_size), "copy": device_copy(copy_bytes)}
     errors: dict[str, str] = {}
     for shape in shapes:
@@ -209,7 +212,6 @@ def run_against_bound(
     rate = matmul_rate(figures, matmul_size)
     records = []
     for shape in shapes:
-        variant = Variant(OURS, ep=shape.R)
         found = record(variant, pass_name, shape, results[shape.name], rate)
         if "ms" in found and base.name in figures and "copy" in figures:
             copy_rate = 2 * copy_bytes / figures["copy"].ms * 1e3

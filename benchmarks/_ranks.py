@@ -20,27 +20,30 @@ from _implementations import (
     Dot,
     Layer,
     backend,
+    differentiated,
     ragged_sum,
     squares,
     tokamax_dot,
     with_gradients,
+    with_quantized,
 )
 from _measured import Make, Variant, measure_beside, record, run_against_bound
-from _report import OURS, Named
+from _report import FP8, OURS, Named, is_chosen
 from _shapes import RANK_PEERS, SEED, Shape, inputs, normal
 from _timing import Clock, Figures, Method, Run
 from _traffic import of_layer
 from _workers import How, Workers
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_megamoe import mega_moe
+from jax_megamoe import QuantizedExperts, mega_moe, quantize_expert_weights
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.plan import ceil_div
 
 AXIS = "expert"
-PASSES = ("forward", "forward_backward")
-GATHERED, EXCHANGED = RANK_PEERS
+GATHERED, EXCHANGED, EXCHANGED_FP8 = RANK_PEERS
 PROCESS_MODELS = ("single_process", "process_per_gpu")
+# Of what is ours over ranks.
+PRECISIONS = {OURS: "bf16", FP8: "fp8_block"}
 # The options of a layer by the dtype of the sums that its ranks send each other.
 SUMS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -65,11 +68,15 @@ def on_ranks(mesh: Mesh, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for a in arrays]
 
 
-def over_ranks(f: Callable[..., Any], mesh: Mesh, *arrays: jax.Array, check_vma: bool) -> Run:
-    """Calls of f, a program of all ranks, each with its share of the arrays."""
+def split(f: Callable[..., Any], mesh: Mesh, *, check_vma: bool = True) -> Callable[..., Any]:
+    """f, a program of all ranks, as one of whole arrays, of which each rank has its share."""
     spec = PartitionSpec(AXIS)
-    sharded = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
-    call = functools.partial(jax.jit(sharded), *arrays)
+    return jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+
+
+def run_of(mesh: Mesh, program: Callable[..., Any], *arguments: Any) -> Run:
+    """Calls of a program of whole arrays."""
+    call = functools.partial(jax.jit(program), *arguments)
     if jax.default_backend() == "cpu":
         # Simulated devices wait for each other for ever when calls with collectives queue up.
         return Run(lambda: jax.block_until_ready(call()), lambda _: None, num_devices=mesh.size)
@@ -77,21 +84,62 @@ def over_ranks(f: Callable[..., Any], mesh: Mesh, *arrays: jax.Array, check_vma:
 
 
 def layer_run(
-    layer: Layer, mesh: Mesh, pass_name: str, arrays: Sequence[jax.Array], *, check_vma: bool = True
+    layer: Layer,
+    mesh: Mesh,
+    pass_name: str,
+    arrays: Sequence[jax.Array],
+    *,
+    quantized: QuantizedExperts | None = None,
+    check_vma: bool = True,
 ) -> Run:
-    """One of PASSES of a layer as one rank sees it; arrays: those of `on_ranks`."""
+    """A pass of a layer as one rank sees it, as `_implementations.jax_run`.
+
+    arrays, quantized: those of `on_ranks` and `quantized_on`.
+    """
+
+    def forward(quantized: QuantizedExperts | None, *arrays: jax.Array) -> Any:
+        return with_quantized(layer, quantized)(*arrays)
+
+    def whole(quantized: QuantizedExperts | None, dy: jax.Array, *arrays: jax.Array) -> Any:
+        return with_gradients(with_quantized(layer, quantized), dy, *arrays)
+
+    def pulled(quantized: QuantizedExperts | None, *arrays: jax.Array) -> Callable[..., Any]:
+        of_all = functools.partial(split(forward, mesh, check_vma=check_vma), quantized)
+        _, pull = differentiated(of_all, True, *arrays)
+        return pull
+
     if pass_name == "forward":
-        return over_ranks(layer, mesh, *arrays, check_vma=check_vma)
+        return run_of(mesh, split(forward, mesh, check_vma=check_vma), quantized, *arrays)
     (dy,) = on_ranks(mesh, [normal(jax.random.key(SEED + 1), arrays[0].shape, "bf16")])
-    both = functools.partial(with_gradients, layer)
-    return over_ranks(both, mesh, dy, *arrays, check_vma=check_vma)
+    if pass_name == "backward":
+        pull = jax.jit(pulled)(quantized, *arrays)
+        return run_of(mesh, lambda pull, dy: pull(dy), pull, dy)
+    return run_of(mesh, split(whole, mesh, check_vma=check_vma), quantized, dy, *arrays)
+
+
+def quantized_on(mesh: Mesh, arrays: Sequence[jax.Array]) -> QuantizedExperts:
+    """The weights among arrays of `on_ranks` as a step in FP8 quantises them once, split alike."""
+    return jax.jit(split(quantize_expert_weights, mesh))(*arrays[3:])
 
 
 def jax_megamoe(
-    mesh: Mesh, pass_name: str, save: str, arrays: Sequence[jax.Array], sums: str = "float32"
+    mesh: Mesh,
+    pass_name: str,
+    save: str,
+    arrays: Sequence[jax.Array],
+    sums: str = "float32",
+    quantized: QuantizedExperts | None = None,
 ) -> Run:
-    options = {"axis_name": AXIS, "backend": backend(), "save": save, **SUMS[sums]}
-    return layer_run(functools.partial(mega_moe, **options), mesh, pass_name, arrays)
+    """In FP8 if there are quantised weights."""
+    layer = functools.partial(
+        mega_moe,
+        axis_name=AXIS,
+        backend=backend(),
+        save=save,
+        precision="bf16" if quantized is None else "fp8_block",
+        **SUMS[sums],
+    )
+    return layer_run(layer, mesh, pass_name, arrays, quantized=quantized)
 
 
 def tokamax_all_gather(mesh: Mesh, pass_name: str, arrays: Sequence[jax.Array]) -> Run:
@@ -120,7 +168,7 @@ def gathered_layer(dot: Dot, spare_rows: float = SPARE_ROWS) -> Layer:
 def matmuls(mesh: Mesh, size: int) -> Run:
     """A bf16 product of two square matrices on each GPU, at the same time."""
     factors = on_ranks(mesh, squares(mesh.size, size))
-    return over_ranks(lambda a, b: (a[0] @ b[0])[None], mesh, *factors, check_vma=True)
+    return run_of(mesh, split(lambda a, b: (a[0] @ b[0])[None], mesh), *factors)
 
 
 def rank_variants(
@@ -131,7 +179,8 @@ def rank_variants(
     saves: Sequence[str],
     process_models: Sequence[str] = PROCESS_MODELS,
 ) -> list[Variant]:
-    """jax_megamoe over the GPUs and on one, with each `save`, and the peers over the GPUs.
+    """jax_megamoe over the GPUs and on one, with each `save`, and the peers over the GPUs; what is
+    in `BY_NAME` when `only` names it.
 
     With a process a GPU it sends float32 sums only.
     """
@@ -139,16 +188,17 @@ def rank_variants(
     kept = ["none"] if forward else saves
     one, several = PROCESS_MODELS
     found = []
-    if one in process_models:
-        found += [Variant(OURS, save, ep=shape.R, sums=sums) for sums in SUMS for save in kept]
-    if several in process_models:
-        found += [Variant(OURS, save, ep=shape.R, process_model=several) for save in kept]
-    found += [Variant(OURS, save) for save in kept]
+    for ours in (OURS, FP8):
+        if one in process_models:
+            found += [Variant(ours, save, ep=shape.R, sums=sums) for sums in SUMS for save in kept]
+        if several in process_models:
+            found += [Variant(ours, save, ep=shape.R, process_model=several) for save in kept]
+        found += [Variant(ours, save) for save in kept]
     for peer in shape.peers:
-        model = several if peer == EXCHANGED else one
+        model = one if peer == GATHERED else several
         keeps = "none" if forward else "activations"
         found.append(Variant(peer, keeps, ep=shape.R, process_model=model))
-    return [v for v in found if not only or v.impl in only]
+    return [v for v in found if is_chosen(v.impl, only)]
 
 
 def run_over_ranks(
@@ -173,26 +223,32 @@ def run_over_ranks(
         if mine := [how for v, how in hows.items() if v.impl == impl]:
             of_impl.begin(mine)
     arrays = on_ranks(mesh, inputs(shape, "bf16"))
-    alone = inputs(dataclasses.replace(shape, R=1), "bf16")
+    quantized = quantized_on(mesh, arrays) if any(v.impl == FP8 for v in chosen) else None
+    has_one = any(v.ep == 1 for v in chosen)
+    alone = inputs(dataclasses.replace(shape, R=1), "bf16") if has_one else []
     makes: dict[Variant, Make] = {}
     for v in chosen:
+        of_ours = quantized if v.impl == FP8 else None
         if v in hows:
             makes[v] = functools.partial(workers[v.impl].finish, hows[v])
         elif v.impl == GATHERED:
             makes[v] = functools.partial(tokamax_all_gather, mesh, pass_name, arrays)
         elif v.ep > 1:
-            makes[v] = functools.partial(jax_megamoe, mesh, pass_name, v.save, arrays, v.sums)
+            how = (mesh, pass_name, v.save, arrays, v.sums, of_ours)
+            makes[v] = functools.partial(jax_megamoe, *how)
         else:
-            makes[v] = functools.partial(IMPLEMENTATIONS[OURS].make, pass_name, v.save, alone)
+            makes[v] = functools.partial(IMPLEMENTATIONS[v.impl].make, pass_name, v.save, alone)
     title = f"{shape.name} {pass_name}"
     results, rate = measure_beside(title, makes, product, matmul_size, method, clock)
     named = []
     for v in chosen:
         found = record(v, pass_name, shape, results[v], rate)
-        of_one, result = results.get(Variant(OURS, v.save)), results[v]
-        if v.impl == OURS and v.ep > 1:
-            config = MegaMoEConfig(backend="cuda", save=v.save, **SUMS[v.sums])
-            found["nvlink_bytes"] = of_layer(mesh, shape, pass_name, config, arrays)
+        of_one, result = results.get(Variant(v.impl, v.save)), results[v]
+        if v.impl in PRECISIONS and v.ep > 1:
+            options: dict[str, Any] = {"save": v.save, "precision": PRECISIONS[v.impl]}
+            config = MegaMoEConfig(backend="cuda", **options, **SUMS[v.sums])
+            of_ours = quantized if v.impl == FP8 else None
+            found["nvlink_bytes"] = of_layer(mesh, shape, pass_name, config, arrays, of_ours)
             if isinstance(of_one, Figures) and isinstance(result, Figures):
                 found["over_ep1"] = round(result.ms / of_one.ms, 4)
         named.append((f"{shape.name}, EP{v.ep}", found))
@@ -201,21 +257,38 @@ def run_over_ranks(
 
 def _how(variant: Variant, pass_name: str, shape: Shape) -> How:
     """What the `make` of a module for _workers.py takes behind rank, ranks and rendezvous."""
-    if variant.impl == OURS:
-        return pass_name, shape, variant.save, variant.sums
-    return pass_name, shape
+    if variant.impl in PRECISIONS:
+        return pass_name, shape, variant.save, variant.sums, PRECISIONS[variant.impl]
+    return pass_name, shape, "fp8_rows" if variant.impl == EXCHANGED_FP8 else "bf16"
 
 
 def run_ranks_against_bound(
-    shapes: Sequence[Shape], pass_name: str, method: Method, clock: Clock | None, matmul_size: int
+    shapes: Sequence[Shape],
+    pass_name: str,
+    method: Method,
+    clock: Clock | None,
+    matmul_size: int,
+    impl: str = OURS,
+    save: str = "none",
 ) -> list[Named]:
-    """As `_measured.run_against_bound`, over the GPUs: the bound is that of the busiest one."""
+    """As `_measured.run_against_bound`, over the GPUs: the bound is that of the busiest one.
+
+    impl: OURS or FP8.
+    """
     mesh = expert_mesh(shapes[0].R)
 
     def make(shape: Shape) -> Run:
-        return jax_megamoe(mesh, pass_name, "none", on_ranks(mesh, inputs(shape, "bf16")))
+        arrays = on_ranks(mesh, inputs(shape, "bf16"))
+        quantized = quantized_on(mesh, arrays) if impl == FP8 else None
+        return jax_megamoe(mesh, pass_name, save, arrays, quantized=quantized)
 
-    product = matmuls(mesh, matmul_size)
     return run_against_bound(
-        shapes, method, clock, matmul_size, pass_name=pass_name, make=make, product=product
+        shapes,
+        method,
+        clock,
+        matmul_size,
+        pass_name=pass_name,
+        make=make,
+        product=matmuls(mesh, matmul_size),
+        variant=Variant(impl, save, ep=shapes[0].R),
     )

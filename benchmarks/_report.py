@@ -14,10 +14,21 @@ FP8_PER_CALL = "jax_megamoe_fp8_per_call"
 QUANTIZATION = "quantize_expert_weights"  # of all of them, which is no pass
 ALL_OURS = (OURS, FROZEN, CLAMPED_BIAS, FP8, FP8_PER_CALL, QUANTIZATION)
 FP8_PEER = "torch_scaled_grouped_mm"
+FP8_RANK_PEER = "torch_all_to_all_fp8"
 # What is measured by name alone.
-BY_NAME = (*ALL_OURS[1:], FP8_PEER)
+BY_NAME = (*ALL_OURS[1:], FP8_PEER, FP8_RANK_PEER)
 # The dtype of the operands of products, where it is not bf16.
-DTYPES = {FP8: "fp8_block", FP8_PER_CALL: "fp8_block", FP8_PEER: "fp8_rows"}
+DTYPES = {
+    **dict.fromkeys((FP8, FP8_PER_CALL), "fp8_block"),
+    **dict.fromkeys((FP8_PEER, FP8_RANK_PEER), "fp8_rows"),
+}
+
+
+def is_chosen(impl: str, only: Sequence[str]) -> bool:
+    """Whether it is to be measured, where `only` names what is or, empty, leaves it to BY_NAME."""
+    return impl in only if only else impl not in BY_NAME
+
+
 COLUMNS = (
     "shape",
     "pass",
@@ -85,7 +96,7 @@ def _how(record: Record) -> str:
     changed = [f"save {record['save']}"] * (ours and record["save"] != "none")
     changed += [f"{record['weights_dtype']} weights"] * (record["weights_dtype"] != "bf16")
     changed += ["bf16 sums"] * (record.get("sums_dtype") == "bf16")
-    of_gpu = record["impl"] == OURS and record["process_model"] == "process_per_gpu"
+    of_gpu = record["impl"] in ALL_OURS and record["process_model"] == "process_per_gpu"
     changed += ["a process a GPU"] * of_gpu
     return ", ".join([record["impl"], *changed])
 

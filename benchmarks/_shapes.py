@@ -46,7 +46,7 @@ class Shape:
 
 
 PEERS = ("torch_grouped_mm", "torch_scaled_grouped_mm", "tokamax_ragged_dot")
-RANK_PEERS = ("tokamax_all_gather", "torch_all_to_all")
+RANK_PEERS = ("tokamax_all_gather", "torch_all_to_all", "torch_all_to_all_fp8")
 BASE = Shape("30B", T=16384, K=8, E=128, H=2048, I=768, peers=PEERS)
 
 

@@ -114,7 +114,7 @@ def make_layer_function(
         return lambda *arrays, experts: experts(compiled, *arrays)
     compiled, sizes = of_block(before), {"H": config["hidden_size"], "E": config["num_experts"]}
     sizes |= {"K": config["num_experts_per_tok"], "I": config["moe_intermediate_size"]}
-    exchanged = make_layer(Shape("", T=num_tokens, R=num_ranks, **sizes), group)
+    exchanged = make_layer(Shape("", T=num_tokens, R=num_ranks, **sizes), group=group)
 
     def layer(*arrays: Any, experts: Any) -> tuple[Any, Any]:
         x, h, ids, w, load = compiled(*arrays)

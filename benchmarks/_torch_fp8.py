@@ -60,22 +60,30 @@ class GroupedLinear(torch.autograd.Function):
         return d_rows, d_w, None, None, None, None, None
 
 
-def fp8_layer(weights: list[Any]) -> Callable[..., Any]:
-    """As `_implementations.torch_layer`, with the codes of these weights."""
+def fp8_product(weights: list[Any]) -> Callable[..., Any]:
+    """f(rows, i, w, ends): the product of groups of rows with w, the i-th of these weights, whose
+    codes are made here."""
     with torch.no_grad():
         forward = [quantized_columns(w) for w in weights]
         back = [quantized_columns(w.transpose(-2, -1)) for w in weights]
 
+    def multiply(rows: Any, i: int, matrix: Any, ends: Any) -> Any:
+        return GroupedLinear.apply(rows, matrix, *forward[i], *back[i], ends)
+
+    return multiply
+
+
+def fp8_layer(weights: list[Any]) -> Callable[..., Any]:
+    """As `_implementations.torch_layer`, with the codes of these weights."""
+    multiply = fp8_product(weights)
+
     @functools.partial(torch.compile, dynamic=False, fullgraph=True)
     def layer(x: Any, ids: Any, w: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
         order, tokens, ends = sorted_routes(ids, w_gate.shape[0])
-
-        def linear(rows: Any, i: int, matrix: Any) -> Any:
-            return GroupedLinear.apply(rows, matrix, *forward[i], *back[i], ends)
-
         rows = x[tokens]
-        h = torch.nn.functional.silu(linear(rows, 0, w_gate)) * linear(rows, 1, w_up)
-        o = linear(h, 2, w_down).float() * w.flatten()[order][:, None]
+        gate = multiply(rows, 0, w_gate, ends)
+        h = torch.nn.functional.silu(gate) * multiply(rows, 1, w_up, ends)
+        o = multiply(h, 2, w_down, ends).float() * w.flatten()[order][:, None]
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         return y.index_add(0, tokens, o).to(x.dtype)
 

@@ -5,6 +5,9 @@ the order of the experts, and its result comes back in bf16; the weighted sum is
 of what is exchanged differ from step to step, so they are exchanged first and read by the host,
 while the device gathers the rows. Everything but the exchanges is under torch.compile, the rows
 that arrive with a dynamic number; gathers have gathers as gradients, no atomic additions.
+
+In FP8 (_torch_fp8.py) the experts alone differ: rows cross in bf16, which the gradients of weights
+need, and their rank quantises them, in the forward and in the backward.
 """
 
 import functools
@@ -16,20 +19,25 @@ import torch  # pyright: ignore[reportMissingImports]
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 from _shapes import SEED, Shape, expert_ids
 from _timing import Run
+from _torch_fp8 import fp8_product
 from _torch_run import torch_run
 
 on_gpu = torch.cuda.is_available()
 
 
-def make(rank: int, num_ranks: int, rendezvous: str, pass_name: str, shape: Shape) -> Run:
-    """A pass of rank `rank`'s share of the layer."""
+def make(
+    rank: int, num_ranks: int, rendezvous: str, pass_name: str, shape: Shape, dtype: str
+) -> Run:
+    """A pass of rank `rank`'s share of the layer; dtype: of its products, "bf16" or "fp8_rows"."""
     if not dist.is_initialized():
         connect(rank, num_ranks, rendezvous)
     torch.compiler.reset()
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
-    return torch_run(make_layer(shape), pass_name, *inputs(shape, rank))
+    arrays = inputs(shape, rank)
+    multiply = fp8_product(arrays[3:]) if dtype == "fp8_rows" else bf16_product
+    return torch_run(make_layer(shape, multiply), pass_name, *arrays)
 
 
 def connect(rank: int, num_ranks: int, rendezvous: str) -> None:
@@ -65,11 +73,18 @@ def inputs(shape: Shape, rank: int) -> list[Any]:
     ]
 
 
-def make_layer(shape: Shape, group: Any = None) -> Callable[..., Any]:
-    """The layer of `shape.R` ranks: those of a process group, or all."""
+def bf16_product(rows: Any, _: int, matrix: Any, ends: Any) -> Any:
+    """As those of `_torch_fp8.fp8_product`."""
+    return torch._grouped_mm(rows, matrix, offs=ends)
+
+
+def make_layer(
+    shape: Shape, multiply: Callable[..., Any] = bf16_product, group: Any = None
+) -> Callable[..., Any]:
+    """The layer of `shape.R` ranks: those of a process group, or all. multiply: its products."""
     compiled = functools.partial(torch.compile, fullgraph=True)
     route_, spread_, combine_ = (compiled(f, dynamic=False) for f in (route, spread, combine))
-    experts_ = compiled(experts)
+    experts_ = compiled(experts_of(multiply))
     on_host = torch.empty(2, shape.R, dtype=torch.int64, pin_memory=on_gpu)
 
     def layer(x: Any, ids: Any, w: Any, *weights: Any) -> Any:
@@ -106,13 +121,16 @@ def spread(x: Any, order: Any, inverse: Any) -> Any:
     return Spread.apply(x, order, inverse)
 
 
-def experts(rows: Any, counts: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
-    """rows: those of each source in the order of the experts, counts [R, E/R] of each."""
-    to_experts, to_sources, ends = expert_order(counts, rows.shape[0])
-    rows = Permute.apply(rows, to_experts, to_sources)
-    gate = torch._grouped_mm(rows, w_gate, offs=ends)
-    h = torch.nn.functional.silu(gate) * torch._grouped_mm(rows, w_up, offs=ends)
-    return Permute.apply(torch._grouped_mm(h, w_down, offs=ends), to_sources, to_experts)
+def experts_of(multiply: Callable[..., Any]) -> Callable[..., Any]:
+    def experts(rows: Any, counts: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
+        """rows: those of each source in the order of the experts, counts [R, E/R] of each."""
+        to_experts, to_sources, ends = expert_order(counts, rows.shape[0])
+        rows = Permute.apply(rows, to_experts, to_sources)
+        gate = multiply(rows, 0, w_gate, ends)
+        h = torch.nn.functional.silu(gate) * multiply(rows, 1, w_up, ends)
+        return Permute.apply(multiply(h, 2, w_down, ends), to_sources, to_experts)
+
+    return experts
 
 
 def expert_order(counts: Any, num_rows: int) -> tuple[Any, Any, Any]:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
+from _nvlink import row_bytes
 from _shapes import Shape
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_megamoe import _ffi
-from jax_megamoe._arrays import up_to
+from jax_megamoe import QuantizedExperts, _ffi
 from jax_megamoe._call_arrays import TRAFFIC_RECORDS
-from jax_megamoe.config import FP8_GROUP, Dims, MegaMoEConfig
+from jax_megamoe.config import Dims, MegaMoEConfig
 
 # Those of PeerTraffic in cuda/shared/trace.h, in their order: what the rank reads of others, and
 # what it sends to them.
@@ -26,19 +26,25 @@ Traffic = dict[str, int]
 
 
 def of_layer(
-    mesh: Mesh, shape: Shape, pass_name: str, config: MegaMoEConfig, arrays: Sequence[jax.Array]
+    mesh: Mesh,
+    shape: Shape,
+    pass_name: str,
+    config: MegaMoEConfig,
+    arrays: Sequence[jax.Array],
+    quantized: QuantizedExperts | None = None,
 ) -> dict[str, list[Traffic] | None]:
-    """The traffic of each rank in one call of a pass, "forward" or "forward_backward".
+    """The traffic of each rank in one call of a pass, of both passes if it is "forward_backward".
 
     Args:
       arrays: those of the layer, split over the one axis of the mesh.
+      quantized: with config.precision "fp8_block" its quantised weights, split likewise.
 
     Returns:
       "model", and "counted": by the kernels; None where they do not run.
     """
     dims = _dims(shape)
     ids = np.asarray(arrays[1]).reshape(dims.R, dims.T, dims.K)
-    passes = (False,) if pass_name == "forward" else (False, True)
+    passes = {"forward": (False,), "backward": (True,)}.get(pass_name, (False, True))
     of_pass = functools.partial(
         model,
         ids,
@@ -50,7 +56,8 @@ def of_layer(
     said = [_sum(of_pass(rank, is_backward=b) for b in passes) for rank in range(dims.R)]
     if jax.default_backend() != "gpu":
         return {"model": said, "counted": None}
-    records = [np.asarray(a) for a in jax.jit(traced(mesh, shape, pass_name, config))(*arrays)]
+    run = jax.jit(traced(mesh, shape, pass_name, config))
+    records = [np.asarray(a) for a in run(quantized, *arrays)]
     split = [np.split(a, dims.R) for a in records]
     found = [_sum(map(counted, of_rank)) for of_rank in zip(*split, strict=True)]
     return {"model": said, "counted": found}
@@ -59,18 +66,20 @@ def of_layer(
 def traced(
     mesh: Mesh, shape: Shape, pass_name: str, config: MegaMoEConfig
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """A program of all ranks: the records of each call, one rank behind another."""
+    """A program of all ranks, of quantised weights or None and the layer's arrays: the records of
+    each call, one rank behind another."""
     (axis,) = mesh.axis_names
     common = {"dims": _dims(shape), "config": config, "axis_name": axis, "trace": True}
-    forward = functools.partial(_ffi.forward_call, keep_gate_up=config.save == "gate_up", **common)
+    keeps = config.save == "gate_up"
 
-    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        _, _, *kept, records = forward(*arrays)
+    def run(quantized: QuantizedExperts | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        how = {**common, "quantized": quantized}
+        _, _, *kept, of_forward = _ffi.forward_call(*arrays, keep_gate_up=keeps, **how)
         if pass_name == "forward":
-            return (records,)
+            return (of_forward,)
         gate_up = kept[0] if kept else None
-        *_, of_backward = _ffi.backward_call(arrays[0], *arrays, gate_up=gate_up, **common)
-        return records, of_backward
+        *_, of_backward = _ffi.backward_call(arrays[0], *arrays, gate_up=gate_up, **how)
+        return (of_backward,) if pass_name == "backward" else (of_forward, of_backward)
 
     spec = PartitionSpec(axis)
     return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -105,24 +114,12 @@ def model(
     num_tokens = int(is_route.any(axis=2).sum())
     num_peers = dims.R - 1
     return {
-        "inputs_read": num_tokens * _row_bytes(dims.H, is_backward, precision, takes_gate_up),
+        "inputs_read": num_tokens * row_bytes(dims.H, is_backward, precision, takes_gate_up),
         "sums_sent": num_tokens * dims.H * np.dtype(combine_dtype).itemsize,
         "dw_sent": int(is_route.sum()) * 4 * is_backward,
         "routing_sent": num_peers * dims.T * dims.K * 8,
         "flags_sent": (num_tokens + num_peers) * 4,
     }
-
-
-def _row_bytes(H: int, is_backward: bool, precision: str, takes_gate_up: bool) -> int:
-    """What a token brings. In FP8 the gradients of weights read x and dy as they are, all else
-    their codes, with the scales in whole 16 bytes (cuda/shared/fp8.h)."""
-    values = 2 * H * (1 + is_backward)
-    if precision != "fp8_block":
-        return values
-    codes = H + up_to(16, H // FP8_GROUP * 4)
-    if not is_backward:
-        return codes
-    return values + codes * (1 if takes_gate_up else 2)
 
 
 def _dims(shape: Shape) -> Dims:

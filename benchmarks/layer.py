@@ -42,14 +42,14 @@ from _implementations import IMPLEMENTATIONS, release_memory, use_peers
 from _measured import MATMUL_SIZE, WEIGHTS, run_against_bound, run_beside_peers, variants
 from _ranks import (
     EXCHANGED,
-    PASSES,
+    EXCHANGED_FP8,
     PROCESS_MODELS,
     rank_variants,
     run_over_ranks,
     run_ranks_against_bound,
 )
 from _record import device, write
-from _report import ALL_OURS, BY_NAME, OURS, Named, draw, table
+from _report import ALL_OURS, BY_NAME, FP8, OURS, Named, draw, is_chosen, table
 from _shapes import FLOP_FACTORS, RANK_PEERS, SETS, Shape
 from _timing import Clock, Method
 from _workers import Workers
@@ -57,7 +57,10 @@ from _workers import Workers
 from jax_megamoe.config import SAVES
 
 # What runs in a process a GPU, by implementation.
-WORKER_MODULES = {OURS: "_jax_ranks", EXCHANGED: "_torch_ranks"}
+WORKER_MODULES = {
+    **dict.fromkeys((OURS, FP8), "_jax_ranks"),
+    **dict.fromkeys((EXCHANGED, EXCHANGED_FP8), "_torch_ranks"),
+}
 NAMES = sorted({shape.name for shapes in SETS.values() for shape in shapes})
 
 
@@ -88,14 +91,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="NAME",
         help=f"implementations to measure, all but {', '.join(BY_NAME)} unless said: "
-        f"{', '.join(IMPLEMENTATIONS)}; over several GPUs {OURS}, {', '.join(RANK_PEERS)}",
+        f"{', '.join(IMPLEMENTATIONS)}; over several GPUs {OURS}, {FP8}, {', '.join(RANK_PEERS)}",
     )
     parser.add_argument(
         "--process-models",
         nargs="+",
         choices=PROCESS_MODELS,
         default=PROCESS_MODELS,
-        help=f"of {OURS} over several GPUs",
+        help="of jax_megamoe over several GPUs",
     )
     parser.add_argument("--saves", nargs="+", choices=SAVES, default=SAVES, help="of jax_megamoe")
     parser.add_argument(
@@ -183,10 +186,10 @@ def in_processes(options: argparse.Namespace, sets: Sequence[Sequence[Shape]]) -
     """The implementations that need a process a GPU."""
     if not any(shape.R > 1 and shape.peers for shapes in sets for shape in shapes):
         return []
-    needed = [EXCHANGED]
+    needed = [EXCHANGED, EXCHANGED_FP8]
     if PROCESS_MODELS[1] in options.process_models:
-        needed.append(OURS)
-    return [impl for impl in needed if not options.only or impl in options.only]
+        needed += [OURS, FP8]
+    return [impl for impl in needed if is_chosen(impl, options.only)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,8 +197,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     use_peers(options.peers_path)
     sets = [SETS[name] for name in options.sets]
     num_devices = max(shape.R for shapes in sets for shape in shapes)
-    if num_devices > 1 and not set(options.passes) <= set(PASSES):
-        raise SystemExit(f"over several GPUs the passes are {', '.join(PASSES)}")
     with contextlib.ExitStack() as at_end:
         # First of all: they import while this process starts.
         workers = {}

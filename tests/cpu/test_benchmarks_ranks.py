@@ -18,7 +18,7 @@ layer, _implementations, _ranks, _shapes, _timing, _workers = map(
     importlib.import_module, "layer _implementations _ranks _shapes _timing _workers".split()
 )
 
-SHAPE = _shapes.Shape("tiny", T=24, K=2, E=4, H=16, I=8, R=2, peers=_shapes.RANK_PEERS)
+SHAPE = _shapes.Shape("tiny", T=24, K=2, E=4, H=128, I=128, R=2, peers=_shapes.RANK_PEERS)
 # Takes ten times as long on rank 1, twice as long backward, and does otherwise what its pass says.
 FAKE = """
 import os, time
@@ -52,7 +52,8 @@ import numpy as np
 def make(rank, num_ranks, rendezvous, pass_name, shape, *how):
     run = _jax_ranks.make(rank, num_ranks, rendezvous, pass_name, shape, *how)
     (found,) = run.call().addressable_shards
-    want = _implementations.jax_megamoe("forward", "none", _shapes.inputs(shape, "bf16")).call()
+    one = {"bf16": _implementations.jax_megamoe, "fp8_block": _implementations.jax_megamoe_fp8}
+    want = one[how[-1]]("forward", "none", _shapes.inputs(shape, "bf16")).call()
     rows = slice(rank * shape.T, (rank + 1) * shape.T)
     np.testing.assert_array_equal(np.asarray(found.data), np.asarray(want)[rows])
     return run
@@ -116,35 +117,38 @@ def test_a_module_that_is_missing_is_an_error() -> None:
 
 
 @pytest.mark.limit(300)
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
 def test_a_process_a_rank_computes_what_one_device_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "checked_ranks.py").write_text(CHECKED)
     monkeypatch.syspath_prepend(str(tmp_path))
     workers = _workers.Workers("checked_ranks", 2)
     try:
-        how = ("forward", SHAPE, "none", "float32")
+        how = ("forward", SHAPE, "none", "float32", precision)
         workers.begin([how])
         assert workers.finish(how).seconds(2) > 0
     finally:
         workers.close()
 
 
-@pytest.mark.parametrize("impl", ["jax_megamoe", "all_gather"])
-@pytest.mark.parametrize("pass_name", _ranks.PASSES)
+@pytest.mark.parametrize("impl", ["jax_megamoe", "jax_megamoe_fp8", "all_gather"])
+@pytest.mark.parametrize("pass_name", _shapes.FLOP_FACTORS)
 def test_layers_over_ranks_compute_what_one_device_does(impl: str, pass_name: str) -> None:
     mesh = _ranks.expert_mesh(2)
     arrays = _shapes.inputs(SHAPE, "bf16")
-    assert arrays[0].shape == (48, 16)
+    assert arrays[0].shape == (48, 128)
     shared = _ranks.on_ranks(mesh, arrays)
-    if impl == "jax_megamoe":
-        run = _ranks.jax_megamoe(mesh, pass_name, "none", shared)
-    else:
+    of_one = "jax_megamoe" if impl == "all_gather" else impl
+    if impl == "all_gather":
         gathered = _ranks.gathered_layer(jax.lax.ragged_dot)
         run = _ranks.layer_run(gathered, mesh, pass_name, shared, check_vma=False)
+    else:
+        quantized = _ranks.quantized_on(mesh, shared) if impl == "jax_megamoe_fp8" else None
+        run = _ranks.jax_megamoe(mesh, pass_name, "none", shared, "float32", quantized)
     assert run.num_devices == 2
     found = run.call()
-    want = _implementations.jax_megamoe(pass_name, "none", arrays).call()
+    want = getattr(_implementations, of_one)(pass_name, "none", arrays).call()
     found, want = (r if isinstance(r, tuple) else (r,) for r in (found, want))
     for a, b in zip(found, want, strict=True):
         assert len(a.sharding.device_set) == 2
@@ -172,7 +176,7 @@ def test_the_program_over_ranks(
     assert written["num_devices"] == 2
     keys = ("impl", "ep", "process_model", "sums_dtype", "save")
     found = [tuple(r[key] for key in keys) for r in written["records"]]
-    ours, tokamax, torch = "jax_megamoe", *_shapes.RANK_PEERS
+    ours, (tokamax, torch, _) = "jax_megamoe", _shapes.RANK_PEERS
     one, several = _ranks.PROCESS_MODELS
     float32, bf16 = _ranks.SUMS
     of_ours = ((2, one, float32), (2, one, bf16), (2, several, float32), (1, one, None))
@@ -199,8 +203,6 @@ def test_the_program_over_ranks(
     for pass_name, ms in (("forward", 10_000.0), ("forward_backward", 20_000.0)):
         assert {r["ms"] for r in of_processes if r["pass"] == pass_name} == {ms}
     assert "| tiny, EP1 | forward_backward | jax_megamoe | gate_up |" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="over several GPUs the passes are forward, forward_back"):
-        layer.main(["--set", "ranks-tiny", "--passes", "backward"])
 
 
 def test_uneven_routings_are_held_against_the_busiest_rank(
@@ -221,6 +223,8 @@ def test_uneven_routings_are_held_against_the_busiest_rank(
     assert layer.main(["--set", "ranks-tiny-cliffs", "--out", str(out)]) == 0
     written = json.loads(out.read_text())["records"]
     assert [(r["pass"], r["routing"], r["ep"]) for r in written] == [
-        (pass_name, routing, 2) for pass_name in _ranks.PASSES for routing in ("random", "one-hot")
+        (pass_name, routing, 2)
+        for pass_name in ("forward", "forward_backward")
+        for routing in ("random", "one-hot")
     ]
     assert [r["bound_ratio"] for r in written[::2]] == [1, 1]

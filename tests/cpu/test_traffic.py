@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jax_megamoe import quantize_expert_weights
 from jax_megamoe._call_arrays import TRAFFIC_RECORDS, trace_result
 from jax_megamoe.config import COMBINE_DTYPES, Dims, MegaMoEConfig
 from jax_megamoe.plan import backward_steps, forward_steps
@@ -17,7 +18,9 @@ from tests.cases import BF16, ROUTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_shapes, _trace, _traffic = map(importlib.import_module, ("_shapes", "_trace", "_traffic"))
+_nvlink, _shapes, _trace, _traffic = map(
+    importlib.import_module, ("_nvlink", "_shapes", "_trace", "_traffic")
+)
 
 T, K, E, H, I = 48, 4, 16, 192, 64
 
@@ -64,8 +67,8 @@ def test_tokens_cross_as_codes_in_fp8(keep: bool) -> None:
                 takes_gate_up=keep,
             )
             assert _traffic.counted(of_rank) == right
-    assert _traffic._row_bytes(640, False, "fp8_block", False) == 640 + 32
-    assert _traffic._row_bytes(640, True, "fp8_block", keep) == 4 * 640 + (2 - keep) * 672
+    assert _nvlink.row_bytes(640, False, "fp8_block", False) == 640 + 32
+    assert _nvlink.row_bytes(640, True, "fp8_block", keep) == 4 * 640 + (2 - keep) * 672
 
 
 def test_a_token_crosses_once_for_each_rank() -> None:
@@ -84,20 +87,23 @@ def test_a_token_crosses_once_for_each_rank() -> None:
     assert (found["inputs_read"], found["sums_sent"]) == (2 * 128, 2 * 256)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
 @pytest.mark.parametrize("save", ["none", "gate_up"])
-@pytest.mark.parametrize("pass_name", ["forward", "forward_backward"])
+@pytest.mark.parametrize("pass_name", ["forward", "backward", "forward_backward"])
 def test_the_program_that_counts_returns_the_records_of_all_ranks(
-    pass_name: str, save: str
+    pass_name: str, save: str, precision: str
 ) -> None:
-    shape = _shapes.Shape("", T=24, K=2, E=4, H=64, I=64, R=2)
-    dims = Dims(T=24, K=2, E=4, R=2, H=64, I=64)
-    config = MegaMoEConfig(backend="cuda", save=save)
+    shape = _shapes.Shape("", T=24, K=2, E=4, H=128, I=128, R=2)
+    dims = Dims(T=24, K=2, E=4, R=2, H=128, I=128)
+    config = MegaMoEConfig(backend="cuda", save=save, precision=precision)
+    arrays = _shapes.inputs(shape, "bf16")
+    quantized = quantize_expert_weights(*arrays[3:]) if precision == "fp8_block" else None
     run = _traffic.traced(layer.expert_mesh(2), shape, pass_name, config)
-    found = jax.eval_shape(run, *_shapes.inputs(shape, "bf16"))
-    steps = [forward_steps(dims), backward_steps(dims)][: len(found)]
-    right = [2 * trace_result(dims, s).shape[0] for s in steps]
+    found = jax.eval_shape(run, quantized, *arrays)
+    steps = {"forward": forward_steps(dims), "backward": backward_steps(dims)}
+    counted = steps if pass_name == "forward_backward" else [pass_name]
+    right = [2 * trace_result(dims, steps[name]).shape[0] for name in counted]
     assert [a.shape for a in found] == [(rows, 4) for rows in right]
-    assert len(found) == (1 if pass_name == "forward" else 2)
 
 
 def test_the_counts_are_those_of_the_kernels() -> None:
