@@ -209,6 +209,20 @@ def predict(
     return [predict_pass(shape, name, of[name], **how) for name in names]  # type: ignore[arg-type]
 
 
+def shape_of(record: Record) -> Shape:
+    """Of a record of the layer benchmark, without a name."""
+    return Shape(
+        name="",
+        T=record["tokens"],
+        K=record["top_k"],
+        E=record["experts"],
+        H=record["hidden"],
+        I=record["intermediate"],
+        routing=record["routing"],
+        R=record["ep"],
+    )
+
+
 def layer_ms(shape: Shape, pass_name: str, of: dict[str, Fit], **how: str | float) -> float:
     return sum(p.ms for p in predict(shape, pass_name, of, **how))
 

@@ -44,6 +44,11 @@ GATHERED, EXCHANGED, EXCHANGED_FP8 = RANK_PEERS
 PROCESS_MODELS = ("single_process", "process_per_gpu")
 # Of what is ours over ranks.
 PRECISIONS = {OURS: "bf16", FP8: "fp8_block"}
+# What runs in a process a GPU, by implementation.
+WORKER_MODULES = {
+    **dict.fromkeys((OURS, FP8), "_jax_ranks"),
+    **dict.fromkeys((EXCHANGED, EXCHANGED_FP8), "_torch_ranks"),
+}
 # The options of a layer by the dtype of the sums that its ranks send each other.
 SUMS: dict[str, dict[str, Any]] = {
     "float32": {},

@@ -62,10 +62,15 @@ def versions() -> dict[str, str]:
 
 
 def write(
-    path: pathlib.Path, records: Sequence[object], num_devices: int = 1, *, key: str = "records"
+    path: pathlib.Path,
+    records: Sequence[object],
+    num_devices: int = 1,
+    *,
+    key: str = "records",
+    **others: object,
 ) -> None:
-    """Writes the records under a key beside commit, date, device and versions, on a GPU driver and
-    clock too."""
+    """Writes the records under a key, and what else is given, beside commit, date, device and
+    versions, on a GPU driver and clock too."""
     revision, dirty = commit()
     on_gpu = jax.default_backend() == "gpu"
     result = {
@@ -78,6 +83,7 @@ def write(
         "clock_mhz": min(sm_clocks(num_devices)) if on_gpu else None,
         "versions": versions(),
         key: list(records),
+        **others,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")

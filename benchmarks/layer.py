@@ -44,6 +44,7 @@ from _ranks import (
     EXCHANGED,
     EXCHANGED_FP8,
     PROCESS_MODELS,
+    WORKER_MODULES,
     rank_variants,
     run_over_ranks,
     run_ranks_against_bound,
@@ -56,11 +57,6 @@ from _workers import Workers
 
 from jax_megamoe.config import SAVES
 
-# What runs in a process a GPU, by implementation.
-WORKER_MODULES = {
-    **dict.fromkeys((OURS, FP8), "_jax_ranks"),
-    **dict.fromkeys((EXCHANGED, EXCHANGED_FP8), "_torch_ranks"),
-}
 NAMES = sorted({shape.name for shapes in SETS.values() for shape in shapes})
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from _fsdp import GPUS, gather, hiding, memory_gb, parameters
-from _layer_model import Fit, binds, fits, layer_ms, predict
+from _layer_model import Fit, binds, fits, layer_ms, predict, shape_of
 from _nvlink import SUM_BYTES, nvlink_bytes
 from _rates import RATES, Record, measured, ours
 from _record import commit
@@ -185,19 +185,6 @@ def beside_measured(of: FitsBySave) -> Table:
             }
         )
     return table
-
-
-def shape_of(record: Record) -> Shape:
-    return Shape(
-        name="",
-        T=record["tokens"],
-        K=record["top_k"],
-        E=record["experts"],
-        H=record["hidden"],
-        I=record["intermediate"],
-        routing=record["routing"],
-        R=record["ep"],
-    )
 
 
 def imbalances(of: FitsBySave) -> Table:

@@ -15,25 +15,31 @@ import numpy as np
 WEIGHT = 0.125
 # Not a power of two: experts 256 apart have different tags.
 NUM_TAGS = 251
+# Tags below 16, which codes of FP8 hold.
+NUM_FP8_TAGS = 13
 COLUMN_SCALES = (0.5, 1.0, 2.0, 4.0)
 
 
-def tags(num_experts: int) -> np.ndarray:
+def tags(num_experts: int, num_tags: int = NUM_TAGS) -> np.ndarray:
     """float32 [E]: what expert e answers, times the scale of the column."""
-    return (np.arange(num_experts) % NUM_TAGS + 1).astype(np.float32)
+    return (np.arange(num_experts) % num_tags + 1).astype(np.float32)
 
 
-def operands(ids: np.ndarray, *, experts: int, hidden: int, intermediate: int) -> list[jax.Array]:
+def operands(
+    ids: np.ndarray, *, experts: int, hidden: int, intermediate: int, num_tags: int = NUM_TAGS
+) -> list[jax.Array]:
     """x, expert_idx, expert_weight, w_gate, w_up, w_down of the oracle; bf16 but for the ids."""
-    shapes = _build(ids.shape[0], jnp.asarray(tags(experts)), hidden, intermediate)
+    shapes = _build(ids.shape[0], jnp.asarray(tags(experts, num_tags)), hidden, intermediate)
     x, *weights = shapes
     return [x, jnp.asarray(ids), jnp.full(ids.shape, WEIGHT, jnp.bfloat16), *weights]
 
 
-def rows_wrong(y: jax.Array, ids: np.ndarray, *, experts: int) -> list[int]:
+def rows_wrong(
+    y: jax.Array, ids: np.ndarray, *, experts: int, num_tags: int = NUM_TAGS
+) -> list[int]:
     """The first tokens, at most 8, whose row of y is not exactly right."""
     valid = (ids >= 0) & (ids < experts)
-    found = np.where(valid, tags(experts)[np.where(valid, ids, 0)], 0)
+    found = np.where(valid, tags(experts, num_tags)[np.where(valid, ids, 0)], 0)
     sums = np.sum(found * np.float32(WEIGHT), axis=1, dtype=np.float32)
     wrong = np.asarray(_rows_wrong(y, jnp.asarray(sums)))
     return np.flatnonzero(wrong)[:8].tolist()
@@ -46,7 +52,9 @@ def cotangent(tokens: int, hidden: int) -> jax.Array:
     return jnp.where(last, 1.0, 0.0).astype(jnp.bfloat16)
 
 
-def gradients_wrong(gradients: Any, ids: np.ndarray, *, experts: int) -> dict[str, list[int]]:
+def gradients_wrong(
+    gradients: Any, ids: np.ndarray, *, experts: int, num_tags: int = NUM_TAGS
+) -> dict[str, list[int]]:
     """Which of dx, dw, dw_gate, dw_up and dw_down of `operands` and `cotangent` are not exact.
 
     All of them but dw are 0 except in the last column, or in the last row and column. As long as
@@ -57,7 +65,8 @@ def gradients_wrong(gradients: Any, ids: np.ndarray, *, experts: int) -> dict[st
     """
     dx, dw, *weights = gradients
     valid = (ids >= 0) & (ids < experts)
-    tag = tags(experts) * np.resize(np.asarray(COLUMN_SCALES, np.float32), dx.shape[1])[-1]
+    scale = np.resize(np.asarray(COLUMN_SCALES, np.float32), dx.shape[1])[-1]
+    tag = tags(experts, num_tags) * scale
     answer = np.where(valid, tag[np.where(valid, ids, 0)], np.float32(0))
     sum_w = np.bincount(ids[valid], minlength=experts).astype(np.float32) * np.float32(WEIGHT)
     wrong = {"dw": (np.asarray(dw) != answer).any(axis=1)}

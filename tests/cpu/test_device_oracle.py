@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jax_megamoe import mega_moe
-from tests import device_oracle, layer
-from tests.cases import ROUTINGS
+from tests import device_oracle, layer, ranks_oracle
+from tests.cases import ROUTINGS, Size
 
 SHAPE = {"experts": 20, "hidden": 64, "intermediate": 32}
 
@@ -59,3 +59,19 @@ def test_every_fault_of_a_gradient_is_found() -> None:
     for i, name in enumerate(("dw_gate", "dw_up", "dw_down"), 2):
         assert wrong(i, right[i] * 2) == {name: list(range(8))}
         assert wrong(i, right[i].at[19, 5, 0].set(1)) == {name: [19]}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("routing", ["distinct", "one_expert", "skewed"])
+def test_ranks_are_exact_in_both_precisions(routing: str, precision: str) -> None:
+    size: Size = (24, 2, 16, 128, 128)
+    assert ranks_oracle.faults("reference", 2, size, precision, routing) == {}
+
+
+def test_the_oracle_of_ranks_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More bits than codes of FP8 hold are not exact: the tags of bf16 are such."""
+    monkeypatch.setitem(ranks_oracle.TAGS, "fp8_block", device_oracle.NUM_TAGS)
+    size: Size = (24, 2, 64, 128, 128)
+    wrong = ranks_oracle.faults("reference", 2, size, "fp8_block", "distinct")
+    assert set(wrong) == {"y", "dx", "dw", "dw_gate", "dw_up"}
+    assert ranks_oracle.judge("reference", 2, [size]) == (6, 3)
