@@ -78,6 +78,11 @@ bench: need-hopper extension ## every benchmark, on a Hopper GPU; ARGS="--peers-
 	'$(PY)' benchmarks/training.py --out benchmarks/results/training.json --png docs/training.png
 	'$(PY)' benchmarks/model.py --docs docs/scaling.md
 
+.PHONY: headline
+headline: need-hopper extension ## the layer over the GPUs of one node, in under 10 minutes; GPUS=n, ARGS="--peers-path DIR"
+	'$(PY)' benchmarks/headline.py --gpus $(GPUS) \
+		--out benchmarks/results/headline-gpus$(GPUS).json $(ARGS)
+
 .PHONY: lint lint-python lint-types lint-cpp
 lint: lint-python lint-types lint-cpp ## ruff, pyright, clang-format
 

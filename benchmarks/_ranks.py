@@ -214,11 +214,14 @@ def run_over_ranks(
     method: Method,
     clock: Clock | None,
     matmul_size: int,
+    *,
+    counts_bytes: bool = True,
 ) -> list[Named]:
     """The records of the chosen variants, all measured in the same rounds.
 
     workers: by implementation, for its variants with a process a GPU. They compile while this
-    process does, after the product, whose algorithm XLA chooses by timing.
+    process does, after the product, whose algorithm XLA chooses by timing. counts_bytes: those over
+    NVLink of ours, each by a program of its own.
     """
     mesh = expert_mesh(shape.R)
     product = matmuls(mesh, matmul_size)
@@ -250,10 +253,11 @@ def run_over_ranks(
         found = record(v, pass_name, shape, results[v], rate)
         of_one, result = results.get(Variant(v.impl, v.save)), results[v]
         if v.impl in PRECISIONS and v.ep > 1:
-            options: dict[str, Any] = {"save": v.save, "precision": PRECISIONS[v.impl]}
-            config = MegaMoEConfig(backend="cuda", **options, **SUMS[v.sums])
-            of_ours = quantized if v.impl == FP8 else None
-            found["nvlink_bytes"] = of_layer(mesh, shape, pass_name, config, arrays, of_ours)
+            if counts_bytes:
+                options: dict[str, Any] = {"save": v.save, "precision": PRECISIONS[v.impl]}
+                config = MegaMoEConfig(backend="cuda", **options, **SUMS[v.sums])
+                of_ours = quantized if v.impl == FP8 else None
+                found["nvlink_bytes"] = of_layer(mesh, shape, pass_name, config, arrays, of_ours)
             if isinstance(of_one, Figures) and isinstance(result, Figures):
                 found["over_ep1"] = round(result.ms / of_one.ms, 4)
         named.append((f"{shape.name}, EP{v.ep}", found))

@@ -54,7 +54,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 SAVE = "gate_up"
 METHOD = Method(load_seconds=0.25, timed_seconds=0.35)
 SHAPES = {shape.name: shape for shape in SETS["ranks"]}
-# The name of the shape, the pass, and the seconds that it may take.
+# The name of the shape, the pass, and the seconds that it may take; those of a backward come last.
 BESIDE_PEERS = (
     ("30B", "forward_backward", 80),
     ("30B", "forward", 60),
@@ -144,6 +144,7 @@ class Headline:
             self.method,
             self.clock,
             self.matmul_size,
+            counts_bytes=pass_name == "forward_backward",
         )
 
     def uneven(self, impl: str) -> None:
@@ -223,7 +224,9 @@ def stages() -> list[Stage]:
         for name in ("forward", "backward")
     ]
     oracle = Stage("oracle", 60, Headline.check_oracle)
-    return [oracle, *measured[:4], *uneven, *timelines, *measured[4:]]
+    of_30B, of_235B = measured[4:]
+    forward, backward = timelines
+    return [oracle, *measured[:4], *uneven, of_30B, forward, of_235B, backward]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

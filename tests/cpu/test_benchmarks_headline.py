@@ -67,7 +67,8 @@ def test_the_program(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(same) == len(of_ours) + len(peers)
     for record in beside:
         assert ("error" in record) == (record["impl"] == _ranks.GATHERED)
-        assert ("nvlink_bytes" in record) == (record["impl"] in (OURS, FP8))
+        counted = record["impl"] in (OURS, FP8) and record["pass"] == "forward_backward"
+        assert ("nvlink_bytes" in record) == counted
     assert [r["routing"] for r in (base, zipf, one_hot)] == ["random", "zipf", "one-hot"]
     assert all(r["impl"] == FP8 and r["bound_ratio"] > 0 for r in (base, zipf, one_hot))
     assert len(written["lines"]) == 2 * 6 + 3
