@@ -4,6 +4,7 @@ what its records say."""
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_program(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = quick / "headline.json"
     stages = ["oracle", "30B forward_backward", "235B backward", f"uneven {FP8}"]
-    how = ["--gpus", "2", "--tiny", "--within", "590", "--out", str(out), "--stages", *stages]
+    how = ["--gpus", "2", "--tiny", "--within", "100000", "--out", str(out), "--stages", *stages]
     assert headline.main(how) == 0
     written = json.loads(out.read_text())
     assert written["num_devices"] == 2
@@ -76,17 +77,32 @@ def test_the_program(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table == _headline_table.table(written["lines"]).splitlines()
 
 
-def test_what_has_no_time_left_does_not_start(
-    quick: Path, capsys: pytest.CaptureFixture[str]
+def test_what_has_no_time_left_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = quick / "headline.json"
-    stages = ["30B forward", "oracle"]
-    arguments = ["--gpus", "2", "--tiny", "--within", "50", "--out", str(out)]
-    assert headline.main([*arguments, "--stages", *stages]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "oracle: did not run"
-    assert [line.split(":")[1].strip() for line in lines[1:3]] == ["oracle", "30B forward"]
-    assert lines[3].startswith("| (H, I) |")
+    """And what hangs is given up, with the table of what is there."""
+    options = headline.parse(["--gpus", "2", "--tiny"])
+    stopped: list[int] = []
+    done = headline.Stage("done", 1, lambda _: None)
+    fails = headline.Stage("fails", 1, lambda _: 1 / 0)
+    long = headline.Stage("long", 3600, lambda run: run.named.append(("", {})))
+    of_30s = headline.Headline(options, {}, time.monotonic() + 30)
+    of_30s.run_stages([done, fails, long])
+    assert list(of_30s.seconds) == ["done", "fails"] and not of_30s.passed
+    monkeypatch.setattr(headline.os, "_exit", stopped.append)
+    of_30s.give_up()
+    *_, oracle, failed, late, head, rule = capsys.readouterr().out.splitlines()
+    assert oracle == "oracle: did not run"
+    assert failed == "not run: fails: ZeroDivisionError: division by zero"
+    assert late.startswith("not run: long: ") and late.endswith(" s left of 3600")
+    assert head.startswith("| (H, I) |") and rule.startswith("| --- |")
+    assert stopped == [1]
+    of_30s.report()
+    assert capsys.readouterr().out == ""
+    of_30s.not_run.clear()
+    assert of_30s.passed
+    of_30s.oracle = {"cases": 12, "wrong": 1}
+    assert not of_30s.passed
 
 
 def record(impl: str, ms: float, **fields: Any) -> dict[str, Any]:
