@@ -269,7 +269,7 @@ def _check_limits(dims: Dims, steps: Sequence[Step]) -> None:
     if dims.R not in RANK_COUNTS:
         raise ValueError(f"plan: R: was {dims.R}; it may be one of {RANK_COUNTS}")
     if dims.E % dims.R:
-        raise ValueError(f"plan: E = {dims.E} is not a multiple of R = {dims.R}")
+        raise ValueError(f"plan: E: was {dims.E}; it may be a multiple of R = {dims.R}")
     names = {""}
     for s, step in enumerate(steps):
         if step.name in names:

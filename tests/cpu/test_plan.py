@@ -223,7 +223,7 @@ LIMITS = {
     "K": ({"K": 33}, "K: was 33"),
     "E": ({"E": 1024}, "E: was 1024"),
     "R": ({"R": 3, "E": 9}, "R: was 3"),
-    "E over R": ({"R": 8, "E": 12}, "E = 12 is not a multiple of R = 8"),
+    "E over R": ({"R": 8, "E": 12}, "E: was 12; it may be a multiple of R = 8"),
     "routes": ({"T": 140_000_000, "K": 32}, "routes"),
     "items": (
         {"T": 140_000, "K": 32, "R": 8, "E": 512, "H": 2**22, "I": 128, "pool_factor": 8.0},
