@@ -58,7 +58,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     index = path / _INDEX
     if not index.exists():
         return _read_file(path / _SINGLE)
-    file_of = json.loads(index.read_text())["weight_map"]
+    file_of = _file_of(index)
     arrays: dict[str, np.ndarray] = {}
     for file in sorted(set(file_of.values())):
         found = _read_file(path / file)
@@ -115,6 +115,17 @@ def write(
         file_of |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _file_of(index: pathlib.Path) -> dict[str, str]:
+    """The file of each tensor, beside the index."""
+    try:
+        file_of = json.loads(index.read_text())["weight_map"]
+        if any(pathlib.Path(file).name != file for file in file_of.values()):
+            raise ValueError("a file that is not beside it")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{index}: was no index that can be read: {error!r}") from error
+    return file_of
 
 
 def _sharded(tensors: Mapping[str, Any], shard_bytes: int) -> Iterable[dict[str, np.ndarray]]:

@@ -286,6 +286,15 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
         safetensors.read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": "../model"}}']
+)
+def test_a_broken_index_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: was no index"):
+        safetensors.read(tmp_path)
+
+
 def test_an_index_that_lies_is_named(tmp_path: Path) -> None:
     safetensors.write(tmp_path, {"a": np.zeros(1), "b": np.zeros(1)}, shard_bytes=8)
     index = tmp_path / "model.safetensors.index.json"
