@@ -91,6 +91,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UsageError(f"--weights {args.weights} is no folder with a config.json.")
     if args.tokens is not None and args.tokens.suffix != ".npy":
         raise UsageError(f"--tokens must end in .npy, but it is {args.tokens}.")
+    if args.tokens is not None and args.tokens.is_dir():
+        raise UsageError(f"--tokens must be a file, but {args.tokens} is a folder.")
     if args.tensorboard:
         data.need_package("tensorboardX", "--tensorboard")
 

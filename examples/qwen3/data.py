@@ -127,11 +127,12 @@ def hold_out(text: Text, amount: float | None, seq: int) -> tuple[Text, Text | N
       begins in the first half of these.
 
     Raises:
-      DataError: a part has no sequence of S = `seq`.
+      DataError: a part has no sequence of S = `seq`, or nothing is predicted of what is held out.
     """
-    if amount == 0:
-        return text, None
     total = len(text.tokens)
+    if amount == 0:
+        _check_length(text, seq)
+        return text, None
     if amount is None:
         count = min(max(int(HELD_OUT_SHARE * total), seq + 1), HELD_OUT_MOST)
     else:
@@ -145,6 +146,11 @@ def hold_out(text: Text, amount: float | None, seq: int) -> tuple[Text, Text | N
     first = total - count
     ends = np.flatnonzero(text.tokens[first - 1 : first - 1 + count // 2] == text.end)
     first += int(ends[0]) if ends.size else 0
+    if np.all(text.tokens[first:-1] == text.end):
+        raise DataError(
+            f"the last {total - first} tokens of {text.source} are ends of documents without any"
+            " text, of which there is no loss. Give another text, or another --held-out."
+        )
     return text._replace(tokens=text.tokens[:first]), text._replace(tokens=text.tokens[first:])
 
 
@@ -170,12 +176,8 @@ def rows_of_step(text: Text, seed: int, step: int, batch: int, seq: int) -> np.n
     Raises:
       DataError: the text is shorter than a row.
     """
+    _check_length(text, seq)
     num_rows = (len(text.tokens) - 1) // seq
-    if num_rows < 1:
-        raise DataError(
-            f"too little text in {text.source}: {len(text.tokens)} tokens, but a sequence needs"
-            f" {seq + 1}. Give more text, or lower --seq."
-        )
     first = (step - 1) * batch
     passes = range(first // num_rows, (first + batch - 1) // num_rows + 1)
     order = np.concatenate([_order(seed, number, num_rows) for number in passes])
@@ -208,11 +210,22 @@ def prefetch[T](make: Callable[[int], T], steps: range, ahead: int = 2) -> Gener
             pool.shutdown(cancel_futures=True)
 
 
+def _check_length(text: Text, seq: int) -> None:
+    """Raises DataError for a text that is shorter than a row."""
+    if len(text.tokens) <= seq:
+        raise DataError(
+            f"too little text in {text.source}: {len(text.tokens)} tokens, but a sequence needs"
+            f" {seq + 1}. Give more text, or lower --seq."
+        )
+
+
 def _kept(cache: pathlib.Path, tokenizer: Tokenizer) -> np.ndarray:
     try:
         tokens = np.load(cache, mmap_mode="r")
     except (OSError, EOFError, ValueError) as error:
         raise DataError(f"--tokens {cache} cannot be read: {error}.") from error
+    if not isinstance(tokens, np.ndarray):  # an archive, whatever its name ends in
+        raise DataError(f"--tokens {cache} holds several arrays, and not integers [N].")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise DataError(
             f"--tokens {cache} holds {tokens.dtype} {tokens.shape}, and not integers [N]."

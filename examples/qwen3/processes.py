@@ -43,6 +43,8 @@ def join(args: argparse.Namespace) -> None:
             return
     elif None in numbers:
         raise UsageError("--coordinator HOST:PORT needs --num-processes and --process-id.")
+    elif args.num_processes < 1:
+        raise UsageError(f"--num-processes must be at least 1, but it is {args.num_processes}.")
     elif not 0 <= args.process_id < args.num_processes:
         raise UsageError(
             f"--process-id must be in 0..{args.num_processes - 1}, but it is {args.process_id}."

@@ -126,6 +126,7 @@ def test_made_up_text_can_be_learnt() -> None:
         (["CONFIG", "--skip", "-1"], "skip: was -1"),
         (["CONFIG", "--tolerance", "-1"], "tolerance: was -1"),
         (["CONFIG", "--tokens", "TEXT"], "tokens: was int64"),
+        (["CONFIG", "--tokens", "ARCHIVE"], "tokens: was several arrays in"),
         (["CONFIG", "--tokens", "EMPTY"], "No data left in file"),
         (["CONFIG", "--png", "no/such/c.png"], "png: was no/such/c.png; it may be a file, in a"),
         (["CONFIG", "--json", "."], "json: was .; it may be a file"),
@@ -141,7 +142,9 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     np.save(tmp_path / "text.npy", np.zeros(5, np.int64))
     (tmp_path / "empty.npy").touch()
+    np.savez(tmp_path / "text.npz", np.zeros(5, np.int64))
     places = {"TEXT": str(tmp_path / "text.npy"), "EMPTY": str(tmp_path / "empty.npy")}
+    places["ARCHIVE"] = str(tmp_path / "text.npz")
     places["CONFIG"] = f"--config={config}"
     with pytest.raises(SystemExit) as end:
         compare.main([places.get(argument, argument) for argument in arguments])

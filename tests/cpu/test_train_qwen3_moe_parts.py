@@ -65,6 +65,13 @@ def test_kept_tokens_of_another_kind_are_refused(
         make_text("abc", cache=cache)
 
 
+def test_kept_tokens_are_no_archive(tmp_path: Path) -> None:
+    np.savez(tmp_path / "tokens.npz", np.arange(9))
+    cache = (tmp_path / "tokens.npz").rename(tmp_path / "tokens.npy")
+    with pytest.raises(data.DataError, match=f"^--tokens {cache} holds several arrays"):
+        make_text("abc", cache=cache)
+
+
 def test_tokens_are_kept_in_folders_only(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = tmp_path / "file" / "tokens.npy"
@@ -122,6 +129,22 @@ def test_a_part_without_a_sequence_is_refused(amount: float) -> None:
     message = f"^too little text in here: 100 tokens, of which {count} are held out, .* needs 4"
     with pytest.raises(data.DataError, match=message):
         data.hold_out(text, amount, 3)
+
+
+def test_a_text_without_a_sequence_is_refused_where_nothing_is_held_out() -> None:
+    text = data.Text(np.zeros(3, np.int32), -1, "here")
+    with pytest.raises(data.DataError, match="^too little text in here: 3 tokens, .* needs 4"):
+        data.hold_out(text, 0, 3)
+    assert data.hold_out(text, 0, 2) == (text, None)
+
+
+def test_ends_alone_have_no_loss() -> None:
+    ids = np.zeros(100, np.int32)
+    ids[-9:] = 7
+    with pytest.raises(data.DataError, match="^the last 8 tokens of here are ends of documents"):
+        data.hold_out(data.Text(ids, 7, "here"), 8, 3)
+    ids[-2] = 0  # whose next one is predicted
+    assert len(data.hold_out(data.Text(ids, 7, "here"), 8, 3)[1].tokens) == 8
 
 
 def test_all_that_is_held_out_is_predicted_once() -> None:
@@ -312,6 +335,12 @@ def test_mfu_and_tokens_are_of_one_device(monkeypatch: pytest.MonkeyPatch) -> No
         (["--held-out", "-1"], "--held-out must be finite and at least 0, but it is -1"),
         (["--held-out", "nan"], "--held-out must be finite and at least 0, but it is nan"),
         (["--held-out-every", "0"], "--held-out-every must be at least 1, but it is 0"),
+        (["--most-tokens", "5", "--held-out", "0"], "too little text in .*: 5 tokens"),
+        (["--tokens", "FOLDER.npy"], "--tokens must be a file, but .*FOLDER.npy is a folder"),
+        (
+            ["--coordinator", "here:1", "--num-processes", "0", "--process-id", "0"],
+            "--num-processes must be at least 1, but it is 0",
+        ),
         (["--tokens", "tokens.bin"], "--tokens must end in .npy, but it is tokens.bin"),
         (["--batch", "6"], "batch: was 6 in 1 microbatches"),
         (["--precision", "bf16", "--backend", "cuda"], "backend: was 'cuda', but JAX runs on"),
@@ -331,6 +360,8 @@ def test_bad_input_is_refused_with_its_reason(
     small = ROOT / "examples" / "qwen3" / "small.toml"
     table = {"base": "qwen3-30b-a3b", "vocab_size": 256, "num_hidden_layers": 1}
     (tmp_path / "small.json").write_text(json.dumps({"model": table}))
+    (tmp_path / "FOLDER.npy").mkdir()
+    arguments = [a.replace("FOLDER", str(tmp_path / "FOLDER")) for a in arguments]
     if arguments == ["--model", "SMALL"]:
         small, arguments = tmp_path / "small.json", []
     given = ["--config", str(small), "--data", __file__, "--out", str(tmp_path / "out")]
