@@ -18,6 +18,7 @@ from jax_megamoe.models.qwen3_moe import (
     to_hugging_face,
 )
 from jax_megamoe.models.qwen3_weights import export_weights, first_layers, load_weights
+from jax_megamoe.models.training_config import read_table
 
 DTYPES = ("float32", "bfloat16")
 # What the weights do not depend on, and a run may have otherwise.
@@ -39,7 +40,7 @@ def check_fits(path: pathlib.Path, model: Qwen3MoeConfig, layers: int | None) ->
 
     layers: those of the command line, which may be fewer than the checkpoint has.
     """
-    theirs = from_hugging_face(json.loads((path / "config.json").read_text()))
+    theirs = from_hugging_face(read_table(path / "config.json"))
     if layers is not None and layers <= theirs.num_hidden_layers:
         theirs = dataclasses.replace(theirs, num_hidden_layers=layers)
     for field in dataclasses.fields(model):

@@ -94,8 +94,12 @@ class TrainingConfig:
         check_size(
             "model.num_experts", self.model.num_experts, INT32_MAX, multiple=self.expert_parallel
         )
-        check_size("batch", self.batch, INT32_MAX, multiple=self.microbatches)
-        check_size("seq", self.seq, INT32_MAX, multiple=self.positions_at_a_time)
+        for name, by, part in (
+            ("batch", "microbatches", self.microbatches),
+            ("seq", "loss_chunk", self.positions_at_a_time),
+        ):
+            if (size := getattr(self, name)) % part:
+                refuse(ValueError, name, size, f"a multiple of {by} = {part}")
         if self.precision == "fp8_block":
             for name in ("hidden_size", "moe_intermediate_size"):
                 size = getattr(self.model, name)
@@ -185,7 +189,7 @@ def from_arguments(args: argparse.Namespace) -> TrainingConfig:
       OSError: a file that cannot be read.
       TypeError, ValueError: as `from_dict`, and for a file that is neither TOML nor JSON.
     """
-    fields: dict[str, Any] = {} if args.config is None else _read(args.config)
+    fields: dict[str, Any] = {} if args.config is None else read_table(args.config)
     folder = pathlib.Path() if args.config is None else args.config.parent
     if args.model is not None:
         fields["model"], folder = args.model, pathlib.Path()
@@ -198,14 +202,20 @@ def from_arguments(args: argparse.Namespace) -> TrainingConfig:
     return from_dict(fields, folder=folder)
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    parse = tomllib.loads if path.suffix == ".toml" else json.loads
+def read_table(path: pathlib.Path) -> dict[str, Any]:
+    """What a file holds, TOML where its name ends so and else JSON.
+
+    Raises:
+      OSError: it cannot be read.
+      TypeError, ValueError: it holds something else, or is no such file; it is named.
+    """
+    form, parse = ("TOML", tomllib.loads) if path.suffix == ".toml" else ("JSON", json.loads)
     try:
         fields = parse(path.read_text())
     except ValueError as error:
-        refuse(ValueError, str(path), f"no {parse.__module__}: {error}", "a .toml or .json file")
+        refuse(ValueError, str(path), f"no {form}: {error}", "a .toml or .json file")
     if not isinstance(fields, dict):
-        refuse(TypeError, str(path), f"a {type(fields).__name__}", "a table of options")
+        refuse(TypeError, str(path), f"a {type(fields).__name__}", "a table of names and values")
     return fields
 
 
@@ -217,7 +227,7 @@ def _model(given: Any, folder: pathlib.Path) -> Qwen3MoeConfig:
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             refuse(ValueError, "model", repr(given), f"one of {', '.join(MODELS)}, or a path")
-        return from_hugging_face(json.loads(path.read_text()))
+        return from_hugging_face(read_table(path))
     if not isinstance(given, Mapping):
         refuse(TypeError, "model", f"a {type(given).__name__}", "a name, a path or a table")
     changes = dict(given)

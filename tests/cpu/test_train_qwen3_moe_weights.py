@@ -106,6 +106,8 @@ def test_what_is_of_training_alone_may_differ(checkpoint: Path) -> None:
         ("--weights EMPTY", "--weights EMPTY is no folder with a config.json"),
         ("--weights CHECKPOINT --model qwen3-30b-a3b", "has vocab_size = 288, but"),
         ("--weights SCALED", "rope_scaling: was "),
+        ("--weights BROKEN", "BROKEN/config.json: was no JSON: "),
+        ("--weights BROKEN --model qwen3-30b-a3b", "BROKEN/config.json: was no JSON: "),
         ("--export CHECKPOINT --balance none", "has a checkpoint already: model.safetensors"),
         ("--export EMPTY", "--export needs --balance loss or none"),
         ("--export CHECKPOINT/config.json --balance none", "config.json is no folder"),
@@ -119,8 +121,10 @@ def test_folders_that_do_not_fit_are_refused(
     message: str,
 ) -> None:
     folders = {"CHECKPOINT": checkpoint, "EMPTY": tmp_path / "empty", "SCALED": tmp_path / "scaled"}
-    for name in ("EMPTY", "SCALED"):
+    folders["BROKEN"] = tmp_path / "broken"
+    for name in ("EMPTY", "SCALED", "BROKEN"):
         folders[name].mkdir()
+    (folders["BROKEN"] / "config.json").write_text("{")
     fields = to_hugging_face(MODEL) | {"rope_scaling": {"rope_type": "yarn"}}
     (folders["SCALED"] / "config.json").write_text(json.dumps(fields))
     for name, path in folders.items():

@@ -79,9 +79,9 @@ def test_what_the_experts_are_told() -> None:
         ),
         ({"model": 3}, TypeError, "model", "a int", "a name"),
         ({"seq": 0}, ValueError, "seq", "0", "in 1"),
-        ({"seq": 18}, ValueError, "seq", "18", "a multiple of 4"),
+        ({"seq": 18}, ValueError, "seq", "18", "a multiple of loss_chunk = 4"),
         ({"seq": 8.0}, TypeError, "seq", "8.0", "an int"),
-        ({"batch": 6, "microbatches": 4}, ValueError, "batch", "6", "a multiple of 4"),
+        ({"batch": 6, "microbatches": 4}, ValueError, "batch", "6", "of microbatches = 4"),
         ({"expert_parallel": 3}, ValueError, "expert_parallel", "3", "1, 2, 4, 8"),
         ({"fsdp": -1}, ValueError, "fsdp", "-1", "in 0"),
         ({"moe": "off"}, ValueError, "moe", "'off'", "megamoe"),
@@ -112,8 +112,13 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         of_command_line("--config", tmp_path / "missing.toml")
     for name, content in {"run.toml": "seq: 3", "run.json": "seq = 3"}.items():
         (tmp_path / name).write_text(content)
-        with refusal(ValueError, f".*{name}", "no ", ".toml or .json"):
+        form = name.removeprefix("run.").upper()
+        with refusal(ValueError, f".*{name}", f"no {form}: ", ".toml or .json"):
             of_command_line("--config", tmp_path / name)
+    for content, error, was in (("{", ValueError, "no JSON: "), ("[]", TypeError, "a list")):
+        (tmp_path / "config.json").write_text(content)
+        with refusal(error, ".*config.json", was, "a "):
+            of_command_line("--model", tmp_path)
 
 
 def test_flops_of_a_step() -> None:
