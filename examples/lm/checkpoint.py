@@ -35,7 +35,7 @@ class Checkpoints:
 
     Raises:
       CheckpointError: the folder holds checkpoints and `resume` is False, or of a run with other
-        settings, or cannot be made.
+        settings, or what is no checkpoint of a run, or cannot be made.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Checkpoints:
         resume: bool,
         in_background: bool = False,
     ) -> None:
-        self._settings, self._every = settings, every
+        self._folder, self._settings, self._every = folder, settings, every
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -61,7 +61,11 @@ class Checkpoints:
                 f"--checkpoint {folder} holds a run up to step {self.latest}; add --resume to go on"
                 " with it, or give another folder."
             )
-        self._rows = [] if self.latest is None else self._rows_of(self.latest)
+        try:
+            self._rows = [] if self.latest is None else self._rows_of(self.latest)
+        except CheckpointError:
+            self._manager.close()
+            raise
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -96,7 +100,8 @@ class Checkpoints:
     def restore(self, model: nnx.Module, optimizer: nnx.Optimizer) -> list[list[Any]]:
         """Puts the latest state into `model` and `optimizer`, laid out as they are.
 
-        Returns the rows up to it; none where there is no checkpoint.
+        Returns the rows up to it; none where there is no checkpoint. Raises CheckpointError where
+        it lacks the state.
         """
         if self.latest is None:
             return []
@@ -104,17 +109,25 @@ class Checkpoints:
         target = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
         )
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(target))
-        restored = self._manager.restore(self.latest, args=arguments)["state"]
+        restored = self._read(self.latest, "state", ocp.args.StandardRestore(target))
         nnx.update((model, optimizer), restored)
         return self._rows
 
     def _rows_of(self, step: int) -> list[list[Any]]:
-        saved = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))
+        record = self._read(step, "record", ocp.args.JsonRestore())
         for name, value in self._settings.items():
-            if (was := saved["record"]["settings"].get(name)) != value:
-                self._manager.close()
+            if (was := record["settings"].get(name)) != value:
                 raise CheckpointError(
                     f"the run to resume had {name} = {was!r}, but this one has {value!r}."
                 )
-        return saved["record"]["rows"]
+        return record["rows"]
+
+    def _read(self, step: int, part: str, how: Any) -> Any:
+        """A part of what was saved behind a step."""
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**{part: how}))[part]
+        except (KeyError, OSError, ValueError) as error:
+            raise CheckpointError(
+                f"--checkpoint {self._folder} has no {part} of a run in its step {step} ({error});"
+                " remove that step, or give another folder."
+            ) from error

@@ -159,6 +159,13 @@ def test_all_that_is_held_out_is_predicted_once() -> None:
     assert rows[:, 1:][is_target].tolist() == [2, 3, 4, 5, 0, 8, 9, 10, 11]
 
 
+def test_a_folder_with_something_else_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "5").mkdir()
+    message = f"^--checkpoint {tmp_path} has no record of a run in its step 5 "
+    with pytest.raises(script.CheckpointError, match=message):
+        script.Checkpoints(tmp_path, 1, {}, True)
+
+
 def test_batches_are_made_ahead_in_order() -> None:
     made, waits = [], threading.Event()
 
