@@ -215,6 +215,7 @@ def _batches(config: TrainingConfig, options: argparse.Namespace) -> Iterator[Ba
     text = np.load(options.tokens, mmap_mode="r")
     size = config.batch * (config.seq + 1)
     if not isinstance(text, np.ndarray):  # an archive, whatever its name ends in
+        text.close()
         refuse(ValueError, "tokens", f"several arrays in {options.tokens}", "one, of integers [N]")
     if text.ndim != 1 or text.dtype.kind not in "iu" or text.size < size * num_steps:
         was = f"{text.dtype} {text.shape} in {options.tokens}"

@@ -225,6 +225,7 @@ def _kept(cache: pathlib.Path, tokenizer: Tokenizer) -> np.ndarray:
     except (OSError, EOFError, ValueError) as error:
         raise DataError(f"--tokens {cache} cannot be read: {error}.") from error
     if not isinstance(tokens, np.ndarray):  # an archive, whatever its name ends in
+        tokens.close()
         raise DataError(f"--tokens {cache} holds several arrays, and not integers [N].")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise DataError(

@@ -241,11 +241,24 @@ def _forward_of_sums(
 def _backward_of_sums(kept: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
     x, like, rounded = kept
     dy = dy.astype(x.dtype)
+    rows = tuple(range(x.ndim - 1))
     with _exact_products(x.dtype):
         dx = jnp.matmul(dy, rounded.T)
-        rows = [a.reshape(-1, a.shape[-1]) for a in (x, dy)]
-        d_matrix = jnp.matmul(rows[0].T, rows[1], preferred_element_type=jnp.float32)
+        d_matrix = jax.lax.dot_general(
+            x,
+            dy,
+            ((rows, rows), ((), ())),
+            preferred_element_type=jnp.float32,
+            out_sharding=_explicit_sharding(rounded),
+        )
     return dx, d_matrix.astype(like.dtype), None
+
+
+def _explicit_sharding(a: Array) -> jax.sharding.Sharding | None:
+    """Of an array over explicit mesh axes, which sums over split rows have to be told."""
+    sharding = jax.typeof(a).sharding
+    is_explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    return sharding if is_explicit else None
 
 
 sums_of_linear.defvjp(_forward_of_sums, _backward_of_sums)

@@ -74,4 +74,5 @@ def test_the_oracle_of_ranks_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> N
     size: Size = (24, 2, 64, 128, 128)
     wrong = ranks_oracle.faults("reference", 2, size, "fp8_block", "distinct")
     assert set(wrong) == {"y", "dx", "dw", "dw_gate", "dw_up"}
-    assert ranks_oracle.judge("reference", 2, [size]) == (6, 3)
+    # The other routings have few experts, with small tags.
+    assert ranks_oracle.judge("reference", 2, [size]) == (6, 1)
