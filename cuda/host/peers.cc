@@ -190,7 +190,7 @@ std::string PeerWorkspace::Make(int64_t bytes) {
     return status.ok() ? why : why + "; " + status.text();
   }
   if (std::string why = Meet(ReachAll()); !why.empty()) {
-    // Who did not come would take another meeting for this one.
+    // Who has not come yet would take the next meeting for this one.
     if (!broken_.empty()) return why;
     const std::string also = Leave();
     return also.empty() ? why : why + "; " + also;
