@@ -226,20 +226,18 @@ def sums_of_linear(x: Array, matrix: Array, rounded: Array) -> Array:
     operands they would take several times as long.
 
     rounded: the matrix in the dtype of x, which the products take; the gradient is that of
-      `matrix`. Who multiplies several times makes it once.
+      `matrix`, which is float32. Who multiplies several times makes it once.
     """
     with _exact_products(x.dtype):
         return jnp.matmul(x, rounded, preferred_element_type=jnp.float32)
 
 
-def _forward_of_sums(
-    x: Array, matrix: Array, rounded: Array
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    return sums_of_linear(x, matrix, rounded), (x, jnp.empty((), matrix.dtype), rounded)
+def _forward_of_sums(x: Array, matrix: Array, rounded: Array) -> tuple[Array, tuple[Array, Array]]:
+    return sums_of_linear(x, matrix, rounded), (x, rounded)
 
 
-def _backward_of_sums(kept: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
-    x, like, rounded = kept
+def _backward_of_sums(kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array, None]:
+    x, rounded = kept
     dy = dy.astype(x.dtype)
     rows = tuple(range(x.ndim - 1))
     with _exact_products(x.dtype):
@@ -251,7 +249,7 @@ def _backward_of_sums(kept: tuple[Array, Array, Array], dy: Array) -> tuple[Arra
             preferred_element_type=jnp.float32,
             out_sharding=_explicit_sharding(rounded),
         )
-    return dx, d_matrix.astype(like.dtype), None
+    return dx, d_matrix, None
 
 
 def _explicit_sharding(a: Array) -> jax.sharding.Sharding | None:
